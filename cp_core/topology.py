@@ -1,0 +1,114 @@
+"""All process groups of a run, taken from the ``DeviceMesh`` once, at bind time.
+
+"axis" means a mesh axis. A mesh may have any of the axes ``pp, dp_replicate, dp_shard, cp, tp``. Data ranks are
+``dp = dp_replicate x dp_shard``; parameters are sharded over ``dp_shard x cp``; gradients and router statistics are
+summed over ``dp x cp``. Flattened axes are made here and nowhere else, so no forward ever makes a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_NOT_YET = ("pp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One (possibly flattened) axis as this rank sees it. ``group`` is None exactly when ``size`` is 1."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The axes that the core needs, and the mesh over which FSDP2 shards (None for one process)."""
+
+    mesh: DeviceMesh | None = None
+    cp: Axis = Axis()
+    dp: Axis = Axis()
+    dp_cp: Axis = Axis()
+    fsdp_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh | None) -> Topology:
+        """Read the axes of ``mesh``; collective (every rank of the mesh calls it), the first time only.
+
+        Args:
+            mesh: any of the axes in ``AXES``; None means one process.
+
+        Raises:
+            ValueError: an axis without a name or with an unknown one, or one that this version cannot use.
+        """
+        if mesh is None:
+            return cls()
+        names = check_axes(mesh)
+        sharded = tuple(name for name in ("dp_shard", "cp") if name in names)
+        fsdp_mesh = _submesh(mesh, sharded)
+        if "dp_replicate" in names and mesh["dp_replicate"].size() > 1:
+            fsdp_mesh = mesh[("dp_replicate", "_".join(sharded))] if sharded else mesh["dp_replicate"]
+        return cls(
+            mesh=mesh,
+            cp=_axis(_submesh(mesh, ("cp",))),
+            dp=_axis(_submesh(mesh, ("dp_replicate", "dp_shard"))),
+            dp_cp=_axis(_submesh(mesh, ("dp_replicate", "dp_shard", "cp"))),
+            fsdp_mesh=fsdp_mesh,
+        )
+
+
+def check_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's axes, all known and usable.
+
+    Raises:
+        ValueError: see ``Topology.from_mesh``.
+    """
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(f"the mesh needs axis names (mesh_dim_names), some of: {', '.join(AXES)}")
+    for name in names:
+        if name not in AXES:
+            hint = "; for data parallelism write 'dp_shard' or 'dp_replicate'" if name.startswith("dp") else ""
+            raise ValueError(f"mesh axis {name!r} is not one of {', '.join(AXES)}{hint}")
+        if name in _NOT_YET and mesh[name].size() > 1:
+            raise ValueError(
+                f"mesh axis {name!r} of size {mesh[name].size()}: not available in this version; use size 1"
+            )
+    return tuple(names)
+
+
+def cp_submesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The cp axis of a mesh that has one (or is one, whatever its name); None where the cp size is 1.
+
+    Raises:
+        ValueError: a mesh of several unnamed axes.
+    """
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "cp" in names:
+        mesh = mesh["cp"]
+    elif mesh.ndim != 1 or any(name in AXES for name in names):
+        check_axes(mesh)
+        return None  # a mesh of known axes, none of them cp
+    return mesh if mesh.size() > 1 else None
+
+
+def _submesh(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh | None:
+    """The part of ``mesh`` with those axes of ``wanted`` that it has, flattened to one; None if it has none."""
+    present = tuple(name for name in wanted if name in (mesh.mesh_dim_names or ()))
+    if not present:
+        return None
+    if len(present) == 1:
+        return mesh[present[0]]
+    return mesh[present]._flatten("_".join(present))  # no public form exists in torch 2.13
+
+
+def _axis(mesh: DeviceMesh | None) -> Axis:
+    if mesh is None or mesh.size() == 1:
+        return Axis()
+    return Axis(size=mesh.size(), rank=mesh.get_local_rank(), group=mesh.get_group())
