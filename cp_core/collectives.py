@@ -69,17 +69,6 @@ def sum_values(x: Tensor, group: Group | None) -> Tensor:
     return total
 
 
-def sum_with_local_gradient(x: Tensor, group: Group | None) -> Tensor:
-    """The sum over ranks; its gradient flows into this rank's part only.
-
-    For a quantity that every rank computes from the same sum, when gradients are summed over the ranks afterwards:
-    each rank's part is then counted once.
-    """
-    if group is None:
-        return x
-    return x + (sum_values(x, group) - x.detach())
-
-
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
