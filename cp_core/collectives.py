@@ -77,7 +77,7 @@ class _GatherSequence(torch.autograd.Function):
         return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         size = dist.get_world_size(ctx.group)
         stacked = grad.unflatten(ctx.dim, (size, -1)).movedim(ctx.dim, 0)  # [P, ..., T, ...]
         return reduce_scatter_stacked(stacked, ctx.group), None, None
@@ -90,7 +90,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, split_dim, concat_dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim, group = ctx.args
         return _exchange(grad, concat_dim, split_dim, group), None, None, None
 

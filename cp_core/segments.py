@@ -104,7 +104,7 @@ def _refuse_repeats(row: int, segments: Row, ids: Tensor) -> None:
         if document in seen:
             raise ValueError(
                 f"row {row}: document {document} ends at token {seen[document]} and goes on at token {start}; a "
-                "document must be one run without padding (or another document) inside it. Give its parts different ids, or "
-                "move the padding to an end"
+                "document must be one run without padding (or another document) inside it. Give its parts different "
+                "ids, or move the padding to an end"
             )
         seen[document] = stop

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def shard_batch(
     *,
     device: torch.device | str | None = None,
     compare: bool | None = None,
-) -> dict[str, Tensor | SequenceContext]:
+) -> dict[str, Any]:
     """Cut a global batch into this rank's part; collective over the cp axis when it compares.
 
     Rows are padded on the right to a multiple of 2 * P (not at cp size 1), which suits every strategy.
@@ -83,7 +84,7 @@ def shard_batch(
         padded = torch.nn.functional.pad(x, (0, extra), value=fill)
         return padded[:, slice(*ranges[rank])].contiguous().to(target)
 
-    result: dict[str, Tensor | SequenceContext] = {"input_ids": cut(input_ids, 0)}
+    result: dict[str, Any] = {"input_ids": cut(input_ids, 0)}
     if "shift_labels" in batch:
         result["shift_labels"] = cut(batch["shift_labels"].cpu().masked_fill(~valid, IGNORE_INDEX), IGNORE_INDEX)
     elif "labels" in batch:

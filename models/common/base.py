@@ -100,22 +100,22 @@ class CPPreTrainedModel(PreTrainedModel):
         """
         if refused:
             raise ValueError(
-                f"{cls.__name__}.from_pretrained does not take {', '.join(sorted(refused))}: the zoo loads by mesh=, cp=, "
-                "parallel=, dtype= and device= (for device_map, quantization or generation use transformers on an export)"
+                f"{cls.__name__}.from_pretrained does not take {', '.join(sorted(refused))}: the zoo loads by mesh=, "
+                "cp=, parallel=, dtype= and device= (for device_map or quantization use transformers on an export)"
             )
         if validate:
             raise ValueError("validate=True is not available in this version; use validate=False")
         folder = resolve_folder(pretrained_model_name_or_path)
         with CheckpointReader(folder) as reader:
+            assert cls.config_class is not None
             family = reader.config.get("model_type")
             if family != cls.config_class.model_type:
-                raise CheckpointError(
-                    folder, [f"this folder holds a {family!r} checkpoint; use the class of {family!r}"]
-                )
+                problem = f"this folder holds a {family!r} checkpoint; use the class of {family!r}"
+                raise CheckpointError(folder, [problem])
             config = cls.config_class.from_pretrained(folder)
             if hasattr(config, LAYOUT_KEY):  # written by convert_checkpoint.py to-native; no setting of the model
                 delattr(config, LAYOUT_KEY)
-            on_disk = config.dtype
+            on_disk = _resolve_dtype(None, config)
             model = cls._build(config, mesh, cp, parallel, dtype, device)
             report = load_weights(model, cls.weight_table(config), reader)
         model._source_dtypes, model._source_folder, model._dtype_on_disk = report.source_dtypes, folder, on_disk
@@ -155,7 +155,8 @@ class CPPreTrainedModel(PreTrainedModel):
         config.dtype = _resolve_dtype(dtype, config)
         topology = Topology.from_mesh(mesh)
         with torch.device("meta"):
-            model = cls(config).to(config.dtype)
+            model = cls(config)
+            nn.Module.to(model, config.dtype)
         model.topology = topology
         model.cp_report = bind_context_parallel(model, topology, cp)
         parallelize(model, model.decoder_layers(), topology, parallel or ParallelConfig())
@@ -229,7 +230,9 @@ class CPPreTrainedModel(PreTrainedModel):
 
     # Training switches, as transformers has them.
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(  # type: ignore[override]
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Recompute every decoder layer in backward (never re-entrant).
 
         Raises:
@@ -296,8 +299,7 @@ class CPPreTrainedModel(PreTrainedModel):
                 )
             whole = torch.zeros(shape, dtype=torch.int64)
             local = shard_batch({"input_ids": whole, **named}, device=device)
-            sequence = local["sequence"]
-            return sequence, sequence.position_ids, local.get("shift_labels")
+            return local["sequence"], local["position_ids"], local.get("shift_labels")
         if "attention_mask" in named:
             raise ValueError("attention_mask goes into shard_batch, which puts the padding into sequence")
         sequence.check(*shape, cp_size)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.common.weights import CheckpointError
+from .weights import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(\.safetensors)?-\d{5}-of-\d{5}\.safetensors")

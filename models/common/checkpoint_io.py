@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from models.common.checkpoint_files import DTYPES
-from models.common.checkpoint_reader import CheckpointReader
-from models.common.checkpoint_writer import CheckpointWriter, TensorSpec
-from models.common.weights import Box, CheckpointError, WeightEntry, WeightTable
+from .checkpoint_files import DTYPES
+from .checkpoint_reader import CheckpointReader
+from .checkpoint_writer import CheckpointWriter, TensorSpec
+from .weights import Box, CheckpointError, WeightEntry, WeightTable
 
 __all__ = ["DTYPES", "CheckpointError", "CheckpointReader", "LoadReport", "load_weights", "save_weights"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.common.checkpoint_files import DTYPES, TensorInfo, list_folder
-from models.common.weights import Box, CheckpointError, Piece, WeightEntry, WeightTable
+from .checkpoint_files import DTYPES, TensorInfo, list_folder
+from .weights import Box, CheckpointError, Piece, WeightEntry, WeightTable
 
 _BLOCK_BYTES = 64 * 2**20  # what a comparison holds of each side
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -152,7 +152,10 @@ class CheckpointReader:
         """
         info = self.tensors[name]
         shape = info.shape if box is None else tuple(stop - start for start, stop in box)
-        return torch.from_numpy(self.read_bytes(name, box)).view(DTYPES[info.code]).view(shape)
+        data = self.read_bytes(name, box)
+        if not data.size:
+            return torch.empty(shape, dtype=DTYPES[info.code])
+        return torch.from_numpy(data).view(DTYPES[info.code]).view(shape)
 
     def read_bytes(self, name: str, box: Box | None = None) -> Bytes:
         """The bytes of ``read``, flat; whole tensors may be of any dtype."""

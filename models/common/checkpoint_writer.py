@@ -18,8 +18,8 @@ from typing import BinaryIO
 import torch
 from safetensors import safe_open
 
-from models.common.checkpoint_files import DTYPES, INDEX, SHARD, SINGLE, read_json
-from models.common.weights import CheckpointError
+from .checkpoint_files import DTYPES, INDEX, SHARD, SINGLE, read_json
+from .weights import CheckpointError
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TEMPORARY = ".tmp"

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from models.common.checkpoint_files import DTYPES, INDEX, SHARD, SINGLE, read_json
-from models.common.checkpoint_reader import CheckpointReader, Match
-from models.common.checkpoint_writer import CheckpointWriter, TensorSpec
-from models.common.weights import CheckpointError, Piece, WeightEntry, WeightTable
+from .checkpoint_files import DTYPES, INDEX, SHARD, SINGLE, read_json
+from .checkpoint_reader import CheckpointReader, Match
+from .checkpoint_writer import CheckpointWriter, TensorSpec
+from .weights import CheckpointError, Piece, WeightEntry, WeightTable
 
 MARKER = '\n  "cp_zoo_layout": "native",'  # goes in as text, so that taking it out restores every byte
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)|.*\.(safetensors|bin)\.index\.json")

@@ -31,7 +31,7 @@ def check_config(config: Qwen3MoeConfig) -> None:
 
 def is_sparse(config: Qwen3MoeConfig, layer: int) -> bool:
     """Whether decoder layer ``layer`` (from 0) has experts instead of one feed-forward layer."""
-    if layer in config.mlp_only_layers or not config.num_experts:
+    if layer in (config.mlp_only_layers or ()) or not config.num_experts:
         return False
     return (layer + 1) % config.decoder_sparse_step == 0
 

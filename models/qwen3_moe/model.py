@@ -6,7 +6,7 @@ B batch, T local tokens, H hidden, V vocabulary, E experts.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from cp_core import SequenceContext
 from cp_core.loss import mean_loss
@@ -52,7 +52,7 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
 
     config_class = Qwen3MoeConfig
     base_model_prefix = "model"
-    _no_split_modules = ("Qwen3MoeDecoderLayer",)
+    _no_split_modules = ["Qwen3MoeDecoderLayer"]  # noqa: RUF012 - transformers' form
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' form
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
@@ -70,11 +70,12 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
 
     def decoder_layers(self) -> list[CheckpointedLayer]:
         """See ``CPPreTrainedModel``."""
-        return list(self.model.layers)  # type: ignore[arg-type]
+        return list(self.model.layers)
 
     @classmethod
-    def weight_table(cls, config: Qwen3MoeConfig) -> WeightTable:
+    def weight_table(cls, config: PretrainedConfig) -> WeightTable:
         """See ``CPPreTrainedModel``."""
+        assert isinstance(config, Qwen3MoeConfig)
         return weight_table(config)
 
     def forward(
@@ -113,8 +114,8 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
 
         Returns:
             ``loss`` (the CP group's mean, equal on its ranks; gradient: this rank's part), ``aux_loss``, ``logits``
-            ``[B, T, V]`` of the local tokens, ``router_logits``, ``token_loss`` (the loss without the router's part, for
-            logs); None for what was not asked for.
+            ``[B, T, V]`` of the local tokens, ``router_logits``, ``token_loss`` (the loss without the router's part,
+            for logs); None for what was not asked for.
 
         Raises:
             ValueError: contradicting or missing inputs; an output that the zoo does not have.

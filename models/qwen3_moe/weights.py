@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from transformers import Qwen3MoeConfig
 
-from models.common.weights import WeightEntry, WeightTable, plain
-from models.qwen3_moe.config import head_dim, is_sparse
+from ..common.weights import WeightEntry, WeightTable, plain
+from .config import head_dim, is_sparse
 
 
 def weight_table(config: Qwen3MoeConfig) -> WeightTable:
