@@ -123,24 +123,27 @@ def save_weights(
             writer = CheckpointWriter(out_dir, specs, max_shard_bytes)
         except Exception as error:  # the other ranks wait in full_tensor: go on with them, raise at the end
             failure = error
-    for name in targets:
-        tensor = source[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    try:
+        for name in targets:
+            tensor = source[name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if writer is not None and failure is None:
+                try:
+                    _write_entry(writer, table.by_name[name], whole, wanted)
+                except Exception as error:
+                    failure = error
+            del whole
         if writer is not None and failure is None:
             try:
-                _write_entry(writer, table.by_name[name], whole, wanted)
+                writer.commit()
             except Exception as error:
                 failure = error
-        del whole
-    if writer is not None:
-        try:
-            if failure is None:
-                writer.commit()
-        except Exception as error:
-            failure = error
-        finally:
-            if failure is not None:
-                writer.abort()
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+    if writer is not None and failure is not None:
+        writer.abort()
     _agree(source, failure, out_dir)
 
 

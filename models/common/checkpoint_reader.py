@@ -170,9 +170,8 @@ class CheckpointReader:
             data = data.reshape(*info.shape[:-1], info.shape[-1] * item)
             data = data[(*(slice(*span) for span in outer), slice(first * item, last * item))]
         data = data.flatten()  # a copy
-        # Without this the pages touched stay in the resident set, as they do with safe_open's own mapping.
-        page = info.start - info.start % mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, page, info.start + info.nbytes - page)
+        # Else the pages touched (and those the kernel maps around them) stay in the resident set, as with safe_open.
+        mapping.madvise(mmap.MADV_DONTNEED)
         self.bytes_read += data.nbytes
         return data
 

@@ -1,0 +1,72 @@
+"""The end of a run: an HF folder that transformers loads, and the proof that it computes the same.
+
+The folder is written under a temporary name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from cp_core import shard_batch, unshard
+
+if TYPE_CHECKING:
+    from .loop import Run
+
+_CHECKED_TOKENS = 256
+
+
+def export_hf(run: Run) -> None:
+    """Write ``export/`` in the run's folder (weights, index, config, generation config, tokenizer); collective.
+
+    With ``export.verify`` the first rank loads it with transformers and prints the largest logit difference.
+    """
+    first = dist.get_rank() == 0
+    final = run.folder / "export"
+    temporary = run.folder / "export.tmp"
+    if first:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    run.model.save_pretrained(temporary)
+    if first:
+        run.data.tokenizer.save_pretrained(temporary)
+        if not (temporary / "generation_config.json").exists():
+            config = run.model.config
+            GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    dist.barrier()
+    run.console.print(f"export   {final}", highlight=False)
+    if run.recipe.export.verify:
+        difference = logit_difference(run, final)
+        if difference is not None:
+            run.console.print(
+                f"transformers loads the export; largest logit difference {difference:.2e} over {_CHECKED_TOKENS} tokens",
+                highlight=False,
+            )
+
+
+@torch.no_grad()
+def logit_difference(run: Run, folder: Path) -> float | None:
+    """Largest absolute difference between our logits and transformers' on the same tokens; collective.
+
+    Returns:
+        The difference on the first rank, None on the others.
+    """
+    rows = run.data.valid_rows or run.data.train_rows
+    tokens = torch.tensor([rows[0].input_ids[:_CHECKED_TOKENS]])
+    local = shard_batch({"input_ids": tokens}, run.mesh["cp"], device=run.device)
+    run.model.eval()
+    ours: Tensor = unshard(run.model(**local).logits, 1, local["sequence"])
+    run.model.train()
+    if dist.get_rank() != 0:
+        return None
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype, experts_implementation="eager")
+    theirs: Tensor = reference(input_ids=tokens).logits
+    return float((ours.cpu() - theirs).abs().max())

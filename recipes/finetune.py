@@ -1,0 +1,106 @@
+"""The worker: ``torchrun -m recipes.finetune RECIPE``. One process of a run; ``recipes run`` starts them for you.
+
+It reads top to bottom as the list of steps: processes, mesh, data, model, optimizer, resume, loop, export.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from cp_core import format_report
+from cp_core.device import backend_for, device_type, local_device
+
+from .build import build_mesh, build_model
+from .checkpoint import CheckpointFolder, write_atomically
+from .data import build_datasets
+from .export import export_hf
+from .loader import load_recipe, run_dir
+from .loop import Run, train
+from .optim import build_optimizer
+from .plots import plot_curve
+from .schema import Recipe
+
+_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def main(arguments: list[str]) -> None:
+    """Run one worker; on an error leave ``logs/rank-N.error`` in the run's folder and fail."""
+    if len(arguments) != 1:
+        raise SystemExit("usage: torchrun --nproc-per-node=N -m recipes.finetune RECIPE.yaml")
+    recipe = load_recipe(Path(arguments[0]))
+    folder = run_dir(recipe)
+    try:
+        _start(recipe)
+        _work(recipe, folder)
+    except BaseException as error:  # DCP's errors are no Exceptions
+        _leave_message(folder, error)
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _start(recipe: Recipe) -> None:
+    device = local_device()
+    logging.basicConfig(level=logging.WARNING)
+    if recipe.train.threads is not None:
+        torch.set_num_threads(recipe.train.threads)
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    random.seed(recipe.train.seed)
+    np.random.seed(recipe.train.seed)
+    torch.manual_seed(recipe.train.seed)
+    dist.init_process_group(backend_for(device.type), timeout=_TIMEOUT)
+
+
+def _work(recipe: Recipe, folder: Path) -> None:
+    first = dist.get_rank() == 0
+    console = Console(quiet=not first)
+    mesh = build_mesh(recipe, device_type())
+
+    if first:
+        build_datasets(recipe, folder)  # trains and stores the tokenizer; the others then read it
+    dist.barrier()
+    data = build_datasets(recipe, folder)
+    console.print(data.report, highlight=False)
+
+    model = build_model(recipe, mesh, data.tokenizer)
+    console.print(format_report(model.cp_report), highlight=False)
+    optimizer = build_optimizer(model, recipe.optim)
+    checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep)
+    run = Run(recipe, folder, mesh, data, model, optimizer, checkpoints, console)
+    run.resume()
+    finished = train(run)
+    if not finished:
+        console.print(f"stopped after step {run.step} as asked; run again to resume", highlight=False)
+        return
+
+    if first and recipe.log.plot:
+        plot = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
+        console.print(f"curve    {plot}" if plot else "curve    not drawn: pip install 'cp-zoo[plot]'", highlight=False)
+    console.print(f"metrics  {folder / 'metrics.jsonl'}", highlight=False)
+    if recipe.export.hf:
+        export_hf(run)
+    dist.barrier()
+
+
+def _leave_message(folder: Path, error: BaseException) -> None:
+    rank = os.environ.get("RANK", "0")
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+    write_atomically(logs / f"rank-{rank}.error", text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""Starts the workers of a run with torchrun on this machine, and tells why a run failed.
+
+Workers get the resolved recipe as a file in the run's folder, so what ran can always be read (and run) again. Each
+worker that fails leaves ``logs/rank-N.error``; the launcher shows the first of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cp_core.device import device_count
+
+from .checkpoint import write_atomically
+from .loader import dump_recipe, run_dir
+from .schema import Recipe
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def launch(recipe: Recipe, recipe_path: Path) -> int:
+    """Run a checked recipe and wait for its end.
+
+    Args:
+        recipe: resolved, overrides applied.
+        recipe_path: where it came from, for messages.
+
+    Returns:
+        The exit code: 0, or what torchrun ended with.
+    """
+    folder = run_dir(recipe)
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in logs.glob("rank-*.error"):
+        stale.unlink()
+    resolved = folder / "recipe.yaml"
+    write_atomically(resolved, f"# resolved from {recipe_path}\n{dump_recipe(recipe)}")
+    processes = process_count(recipe)
+    environment = dict(os.environ)
+    threads = recipe.train.threads or max(1, (os.cpu_count() or 1) // processes)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), *filter(None, [environment.get("PYTHONPATH")])])
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+        "-m", "recipes.finetune", str(resolved),
+    ]  # fmt: skip
+    with open(logs / "stderr.log", "w") as log:  # torchrun repeats a failure at length; failure_message is shorter
+        worker = subprocess.Popen(command, env=environment, stderr=log)
+        try:
+            code = worker.wait()
+        except KeyboardInterrupt:
+            worker.terminate()
+            worker.wait()
+            print(f"\nstopped; resume with the same command (run folder: {folder})", file=sys.stderr)
+            return 130
+    if code != 0:
+        print(failure_message(logs, code), file=sys.stderr)
+    return code
+
+
+def process_count(recipe: Recipe) -> int:
+    """Processes on this machine: what the recipe says, else the accelerators, else what its mesh needs."""
+    parallel = recipe.parallel
+    if parallel.nproc is not None:
+        return parallel.nproc
+    needed = parallel.dp_replicate * (parallel.dp_shard or 1) * parallel.cp.size
+    return needed if parallel.dp_shard is not None else (device_count() or needed)
+
+
+def failure_message(logs: Path, code: int) -> str:
+    """What the first worker that failed said, and where to read more."""
+    errors = sorted(logs.glob("rank-*.error"), key=lambda path: path.stat().st_mtime_ns)
+    if not errors:
+        return f"the run failed (exit code {code}) and no worker left a message; see {logs / 'stderr.log'}"
+    rank = errors[0].stem.removeprefix("rank-")
+    return f"{errors[0].read_text().rstrip()}\n\nrank {rank} failed first; see {errors[0]} and {logs / 'stderr.log'}"
