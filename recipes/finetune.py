@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     folder = run_dir(recipe)
     try:
         _start(recipe)
-        _work(recipe, folder)
+        work(recipe, folder)
     except BaseException as error:  # DCP's errors are no Exceptions
         _leave_message(folder, error)
         raise
@@ -63,7 +63,13 @@ def _start(recipe: Recipe) -> None:
     dist.init_process_group(backend_for(device.type), timeout=_TIMEOUT)
 
 
-def _work(recipe: Recipe, folder: Path) -> None:
+def work(recipe: Recipe, folder: Path) -> None:
+    """The run itself, on a process group that exists already; collective over all processes.
+
+    Args:
+        recipe: checked.
+        folder: where results go.
+    """
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
     mesh = build_mesh(recipe, device_type())

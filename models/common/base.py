@@ -28,9 +28,8 @@ from .checkpoint_io import load_weights, local_box, save_weights
 from .checkpoint_reader import CheckpointReader
 from .norm import RMSNorm
 from .parallelize import CheckpointedLayer, ParallelConfig, parallelize
-from .weights import CheckpointError, WeightTable
+from .weights import LAYOUT_KEY, CheckpointError, WeightTable
 
-LAYOUT_KEY = "cp_zoo_layout"
 _SIDE_FILES = ("generation_config.json",)
 
 

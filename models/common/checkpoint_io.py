@@ -74,9 +74,8 @@ def load_weights(
             if common is None:
                 continue
             on_disk, inside = common
-            values = reader.read(piece.name, on_disk)
             target = local[tuple(slice(*span) for span in inside)]
-            target.copy_(values.view(target.shape))
+            target.copy_(reader.read(piece.name, on_disk).view(target.shape))  # no name: gone before the next is read
     return LoadReport(tuple(targets), reader.bytes_read - before, match.dtypes)
 
 

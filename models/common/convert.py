@@ -25,9 +25,9 @@ from transformers import AutoConfig
 from .checkpoint_files import DTYPES, INDEX, SHARD, SINGLE, read_json
 from .checkpoint_reader import CheckpointReader, Match
 from .checkpoint_writer import CheckpointWriter, TensorSpec
-from .weights import CheckpointError, Piece, WeightEntry, WeightTable
+from .weights import LAYOUT_KEY, CheckpointError, Piece, WeightEntry, WeightTable
 
-MARKER = '\n  "cp_zoo_layout": "native",'  # goes in as text, so that taking it out restores every byte
+MARKER = f'\n  "{LAYOUT_KEY}": "native",'  # goes in as text, so that taking it out restores every byte
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)|.*\.(safetensors|bin)\.index\.json")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B", re.IGNORECASE)
 
@@ -87,7 +87,7 @@ def layout_of(folder: str | Path) -> str:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(folder, ["config.json: missing; give a folder with a complete checkpoint"])
-    return "native" if read_json(path).get("cp_zoo_layout") == "native" else "hf"
+    return "native" if read_json(path).get(LAYOUT_KEY) == "native" else "hf"
 
 
 def table_of(folder: str | Path) -> WeightTable:
@@ -148,6 +148,7 @@ def convert(
                 for name, values, start in _copies(table, match, reader, layout):
                     writer.write(name, values, start)
                     done += values.nbytes
+                    del values  # before the next is read
                     if progress is not None:
                         progress(done, total)
             copied, left_out = other_files(source)
@@ -206,9 +207,9 @@ def _copies(
         from_whole = match.pieces[entry.name] == (entry.whole,)
         strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
         for piece in entry.pieces:
-            values = reader.read(entry.name, piece.box) if from_whole else reader.read(piece.name)
-            start = sum(offset * stride for offset, stride in zip(piece.start, strides, strict=True))
-            yield (entry.name, values, start) if to_whole else (piece.name, values, 0)
+            start = sum(offset * stride for offset, stride in zip(piece.start, strides, strict=True)) if to_whole else 0
+            name, box = (entry.name, piece.box) if from_whole else (piece.name, None)
+            yield entry.name if to_whole else piece.name, reader.read(name, box), start
     for alias in match.tied:
         yield alias, reader.read(alias), 0
 
@@ -245,7 +246,7 @@ def _unmark(text: bytes) -> bytes:
     if plain != text:
         return plain
     fields = json.loads(text)  # an editor has re-written it meanwhile
-    del fields["cp_zoo_layout"]
+    del fields[LAYOUT_KEY]
     return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 

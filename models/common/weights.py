@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dim
+LAYOUT_KEY = "cp_zoo_layout"  # in config.json of a folder in the native layout, with the value "native"
 _SHOWN = 20  # problems listed in one message; the rest is counted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ def test_load_fills_every_parameter(folder, dtype):
     assert report.names == tuple(TABLE.by_name)
     assert report.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
     assert report.source_dtypes == dict.fromkeys(TABLE.hf_shapes, torch.float32)
+
+
+def test_load_holds_one_tensor_at_a_time(folder, monkeypatch):
+    read, alive = CheckpointReader.read_bytes, []
+
+    def watched(self, *args):
+        assert not any(reference() is not None for reference in alive)
+        data = read(self, *args)
+        alive.append(weakref.ref(data))
+        return data
+
+    monkeypatch.setattr(CheckpointReader, "read_bytes", watched)
+    load(folder, skeleton(TABLE))
 
 
 def test_load_from_the_native_layout(folder, tmp_path):
