@@ -102,6 +102,8 @@ def train(run: Run) -> bool:
             every = recipe.checkpoint.every
             if run.step == last or (every and run.step % every == 0):
                 run.checkpoints.save(run.step, run.model, run.optimizer, recipe)
+    if metrics is not None:
+        metrics.close()
     return run.step >= settings.steps
 
 
