@@ -1,0 +1,518 @@
+"""What a config may say, what binding refuses, the report, the registries, and the topology of a mesh."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_core import (
+    Algorithm,
+    ContextParallelConfig,
+    CPAttention,
+    Handoff,
+    ResolvedCP,
+    Schedule,
+    SequenceContext,
+    Topology,
+    bind_context_parallel,
+    format_report,
+    register_kernel,
+    register_strategy,
+    shard_batch,
+    sync_gradients,
+    unshard,
+)
+from cp_core.kernels import KERNELS, SdpaKernel
+from cp_core.loss import linear_cross_entropy, mean_loss
+from cp_core.strategies import STRATEGIES
+from cp_core.strategies.head_exchange import kv_repeat_factor
+from cp_core.testing import run_distributed
+from cp_core.topology import Axis, cp_submesh
+from tests.cp_core._helpers import refusal
+
+
+class Mixer(nn.Module):
+    def __init__(self, q_heads: int = 8, kv_heads: int = 4) -> None:
+        super().__init__()
+        self.heads = (q_heads, kv_heads)
+        for role in "qkv":
+            self.add_module(f"handoff_{role}", Handoff(role))
+        self.cp = CPAttention(0.5)
+
+    def attention_heads(self) -> tuple[int, int]:
+        return self.heads
+
+
+class Model(nn.Module):
+    """Layers with a mixer each; ``declared`` overrides what it says about them."""
+
+    def __init__(self, *heads: tuple[int, int], declared: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Mixer(*pair)}) for pair in heads or ((8, 4),))
+        self.declared = declared
+
+    def cp_mixers(self) -> dict[str, str]:
+        if self.declared is not None:
+            return self.declared
+        return {f"layers.{i}.self_attn": "softmax" for i in range(len(self.layers))}
+
+
+def ranks(cp: int) -> Topology:
+    """A topology without processes: binding needs no communication."""
+    axis = Axis(size=cp, rank=0)
+    return Topology(cp=axis, dp_cp=axis)
+
+
+@pytest.fixture
+def _registries() -> Iterator[None]:
+    strategies, kernels = dict(STRATEGIES), dict(KERNELS)
+    yield
+    for registry, before in ((STRATEGIES, strategies), (KERNELS, kernels)):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- config
+
+
+def test_defaults_and_enums() -> None:
+    config = ContextParallelConfig()
+    assert (config.algorithm, config.schedule, config.kernel, config.linear_attention) == (
+        "all_gather", "sync", "sdpa", "state_p2p",
+    )  # fmt: skip
+    named = ContextParallelConfig(algorithm=Algorithm.ULYSSES, schedule=Schedule.ASYNC)
+    assert named == ContextParallelConfig(algorithm="ulysses", schedule="async")
+    assert type(named.algorithm) is type(named.schedule) is str
+    assert [str(a) for a in Algorithm] == ["all_gather", "ulysses", "hybrid", "ring"]
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ContextParallelConfig().algorithm = "ring"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(schedule="later"), r"schedule='later' is not one of sync \| async"),
+        (dict(async_fallback="warn"), r"async_fallback='warn' is not one of error \| sync"),
+        (dict(kv_head_policy=True), r"kv_head_policy=True is not one of error \| repeat"),
+        (dict(algorithm=3), "algorithm=3 must be a string"),
+        (dict(kernel=None), "kernel=None must be a string"),
+        (dict(linear_attention=None), "linear_attention=None must be a string"),
+        (dict(ulysses_degree=0), "ulysses_degree=0 must be a positive integer or None"),
+        (dict(ulysses_degree=-2), "ulysses_degree=-2 must be"),
+        (dict(ulysses_degree=True), "ulysses_degree=True must be"),
+        (dict(ulysses_degree=2.0), "ulysses_degree=2.0 must be"),
+        (dict(ulysses_degree="2"), "ulysses_degree='2' must be"),
+        (dict(per_layer={"softmax": {"algoritm": "ulysses"}}), r"per_layer\['softmax'\]: unknown field 'algoritm'; legal: algorithm"),
+        (dict(per_layer={"a.*": {"per_layer": {}}}), "unknown field 'per_layer'"),
+    ],
+)  # fmt: skip
+def test_illegal_values_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContextParallelConfig(**fields)
+
+
+@pytest.mark.xfail(strict=True, reason="not checked before a layer is bound: fault 8 of the report")
+@pytest.mark.parametrize(
+    "fields",
+    [dict(per_layer={"softmax": {"schedule": "later"}}), dict(load_balance="no"), dict(per_layer={"a": {"ulysses_degree": 0}})],
+)
+def test_illegal_values_are_refused_when_written(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"schedule='later'|load_balance='no'|ulysses_degree=0"):
+        ContextParallelConfig(**fields)
+
+
+def test_path_beats_kind_beats_top_level() -> None:
+    config = ContextParallelConfig(
+        algorithm="ring",
+        kernel="flex",
+        per_layer={
+            "model.layers.3.*": {"algorithm": "ulysses"},
+            "softmax": {"algorithm": "hybrid", "ulysses_degree": 2},
+            "mla": {"kernel": "flash"},
+            "*.self_attn": {"kernel": "sdpa"},
+        },
+    )
+
+    def chosen(path: str, kind: str) -> tuple[str, int | None, str]:
+        layer = config.for_layer(path, kind)
+        assert not layer.per_layer
+        return layer.algorithm, layer.ulysses_degree, layer.kernel
+
+    assert chosen("model.layers.3.self_attn", "softmax") == ("ulysses", 2, "sdpa")
+    assert chosen("model.layers.3.mixer", "softmax") == ("ulysses", 2, "flex")
+    assert chosen("model.layers.30.mixer", "softmax") == ("hybrid", 2, "flex")
+    assert chosen("model.layers.0.mixer", "mla") == ("ring", None, "flash")
+    assert chosen("model.layers.3.self_attn", "mla") == ("ulysses", None, "sdpa")
+    assert chosen("model.layers.0.mixer", "gdn") == ("state_p2p", None, "flex")  # linear_attention is its default
+    assert chosen("model.layers.3.mixer", "kda") == ("ulysses", None, "flex")
+    by_kind = ContextParallelConfig(linear_attention="state_gather", per_layer={"gdn": {"algorithm": "ulysses"}})
+    assert by_kind.for_layer("x", "gdn").algorithm == "ulysses"
+    assert by_kind.for_layer("x", "kda").algorithm == "state_gather"
+
+
+def test_patterns_that_disagree_are_refused() -> None:
+    patterns = {"a.*": {"algorithm": "ulysses"}, "*.b": {"algorithm": "ring"}}
+    config = ContextParallelConfig(per_layer=patterns)
+    message = r"a\.b: per_layer 'a\.\*' says algorithm='ulysses' and '\*\.b' says algorithm='ring'; make the patterns"
+    with pytest.raises(ValueError, match=message):
+        config.for_layer("a.b", "softmax")
+    assert config.for_layer("a.c", "softmax").algorithm == "ulysses"
+    agreeing = ContextParallelConfig(per_layer={"a.*": {"algorithm": "ring"}, "*.b": {"algorithm": "ring", "kernel": "k"}})
+    assert agreeing.for_layer("a.b", "softmax").kernel == "k"
+
+
+# ---------------------------------------------------------------- bind
+
+
+def test_one_process_binds_local_whatever_the_config_says() -> None:
+    for config in (None, ContextParallelConfig(algorithm="hybrid", ulysses_degree=3), ContextParallelConfig(schedule="async")):
+        model = Model((7, 7), (8, 2))
+        records = bind_context_parallel(model, Topology(), config)
+        assert [(r.algorithm, r.schedule, r.cp_size, r.ulysses_degree, r.sequence_degree) for r in records] == [
+            ("local", "sync", 1, 1, 1)
+        ] * 2
+
+
+@pytest.mark.parametrize(("algorithm", "degrees"), [("all_gather", (1, 4)), ("ulysses", (4, 1))])
+def test_bound_records(algorithm: str, degrees: tuple[int, int]) -> None:
+    model = Model((8, 4), (8, 8))
+    records = bind_context_parallel(model, ranks(4), ContextParallelConfig(algorithm=algorithm))
+    assert records == tuple(
+        ResolvedCP(f"layers.{i}.self_attn", "softmax", algorithm, "sync", "sdpa", 4, *degrees, ("q", "k", "v"))
+        for i in range(2)
+    )
+    assert model.layers[0]["self_attn"].cp.cp_size == 4
+
+
+def test_default_config_is_all_gather() -> None:
+    assert bind_context_parallel(Model(), ranks(2))[0].algorithm == "all_gather"
+
+
+U = dict(algorithm="ulysses")
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "fields", "parts"),
+    [
+        (4, (6, 6), U, ["num_attention_heads=6 is not divisible by the ulysses degree 4", "'all_gather'", "a cp size of 1 or 2"]),
+        (4, (8, 2), U, ["num_key_value_heads=2 is not divisible by the ulysses degree 4", "'all_gather'", "1 or 2",
+                        "kv_head_policy='repeat' (each kv head travels 2 times)"]),
+        (2, (6, 3), U, ["num_key_value_heads=3 is not divisible by the ulysses degree 2", "'all_gather'"]),
+        (4, (6, 3), U | dict(kv_head_policy="repeat"), ["num_attention_heads=6"]),
+        (2, (6, 3), U | dict(kv_head_policy="repeat"), ["num_key_value_heads=3"]),
+        (8, (24, 3), U, ["num_key_value_heads=3", "a cp size of 1:", "each kv head travels 8 times"][:1]),
+        (4, (8, 4), U | dict(ulysses_degree=2), ["ulysses_degree=2 with algorithm 'ulysses' must be the cp size 4", "'hybrid'"]),
+        (4, (8, 4), dict(ulysses_degree=4), ["ulysses_degree=4 has no meaning with 'all_gather'"]),
+        (4, (8, 4), dict(algorithm="ulises"), ["algorithm 'ulises' is not available for 'softmax' layers; available: all_gather | ulysses"]),
+        (4, (8, 4), dict(algorithm="ring"), ["algorithm 'ring' is not available"]),
+        (4, (8, 4), dict(algorithm="hybrid"), ["algorithm 'hybrid' is not available"]),
+        (4, (8, 4), dict(algorithm="local"), ["algorithm 'local' is not available"]),
+        (4, (8, 4), dict(kernel="flex"), ["kernel 'flex' is not available; available: sdpa"]),
+        (1, (8, 4), dict(kernel="flex"), ["kernel 'flex' is not available; available: sdpa"]),
+        (2, (8, 4), dict(schedule="async"), ["schedule 'async' is not available in this version"]),
+        (2, (8, 4), dict(load_balance=True), ["load_balance is not available in this version"]),
+        (2, (8, 4), dict(load_balance=True, algorithm="ulysses"), ["load_balance"]),
+    ],
+)  # fmt: skip
+def test_illegal_combinations_are_refused(cp: int, heads: tuple[int, int], fields: dict[str, Any], parts: list[str]) -> None:
+    """The second layer is at fault, and is named."""
+    model = Model((24, 24), heads)
+    config = ContextParallelConfig(per_layer={"layers.1.*": fields})
+    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: ") as caught:
+        bind_context_parallel(model, ranks(cp), config)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_repeated_heads_bind() -> None:
+    for cp, heads, factor in ((4, (8, 2), 2), (4, (8, 1), 4), (4, (12, 3), 4), (2, (8, 1), 2), (4, (8, 4), 1)):
+        model = Model(heads)
+        config = ContextParallelConfig(algorithm="ulysses", kv_head_policy="repeat", ulysses_degree=cp)
+        bind_context_parallel(model, ranks(cp), config)
+        assert model.layers[0]["self_attn"].cp.strategy.heads.kv_repeat == factor
+
+
+def test_repeat_factor_is_the_smallest() -> None:
+    for q_heads in range(1, 33):
+        for kv_heads in (n for n in range(1, q_heads + 1) if q_heads % n == 0):
+            for degree in range(1, 17):
+                legal = [
+                    f
+                    for f in range(1, 200)
+                    if f * kv_heads % degree == 0 and f * kv_heads <= q_heads and q_heads % (f * kv_heads) == 0
+                ]
+                assert kv_repeat_factor(q_heads, kv_heads, degree) == (min(legal) if legal else None)
+    assert kv_repeat_factor(64, 8, 16) == 2
+    assert math.lcm(8, 16) // 8 == 2
+
+
+def test_undeclared_mixers_are_refused() -> None:
+    model = Model((8, 4), (8, 4), declared={"layers.0.self_attn": "softmax"})
+    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: .* not declared in Model\.cp_mixers\(\)"):
+        bind_context_parallel(model, ranks(2))
+    bare = nn.Sequential(CPAttention(1.0))
+    bare.cp_mixers = dict  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"^0: .* not declared"):
+        bind_context_parallel(bare, ranks(2))
+
+
+def test_declarations_that_do_not_fit_are_refused() -> None:
+    model = Model(declared={"layers.0.self_attn": "gdn"})
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: declared as a 'gdn' mixer, but its `cp` is CPAttention"):
+        bind_context_parallel(model, ranks(2))
+    model = Model(declared={"layers.0.self_attn": "softmax", "layers.0": "softmax"})
+    with pytest.raises(ValueError, match=r"layers\.0: declared as a 'softmax' mixer, but its `cp` is NoneType"):
+        bind_context_parallel(model, ranks(2))
+
+
+@pytest.mark.xfail(strict=True, reason="a pattern that matches no layer does nothing, silently: fault 9 of the report")
+@pytest.mark.parametrize("key", ["sofmtax", "model.layer.0.*", "layers.7.*"])
+def test_settings_for_a_layer_that_does_not_exist_are_refused(key: str) -> None:
+    config = ContextParallelConfig(per_layer={key: {"algorithm": "ulysses"}})
+    with pytest.raises(ValueError, match="per_layer"):
+        bind_context_parallel(Model(), ranks(2), config)
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_report_text(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model((8, 4), (8, 4), (8, 4), (8, 8))
+    config = ContextParallelConfig(per_layer={"layers.3.*": {"algorithm": "ulysses"}})
+    with caplog.at_level(logging.INFO, logger="cp_core"):
+        records = bind_context_parallel(model, ranks(4), config)
+    lines = format_report(records).split("\n")
+    assert lines[0].split("  ")[0] == "layer"
+    assert [" ".join(line.split()) for line in lines] == [
+        "layer kind strategy schedule kernel cp U x C handoffs fallback",
+        "layers.0.self_attn .. layers.2.self_attn (3 layers) softmax all_gather sync sdpa 4 1 x 4 q k v -",
+        "layers.3.self_attn softmax ulysses sync sdpa 4 4 x 1 q k v -",
+    ]
+    columns = [line.index(word) for line, word in zip(lines, ("strategy", "all_gather", "ulysses"), strict=True)]
+    assert len(set(columns)) == 1
+    assert [record.getMessage().partition("\n")[2] for record in caplog.records] == ["\n".join(lines)]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="cp_core"):  # every rank but the first is silent
+        bind_context_parallel(model, Topology(cp=Axis(4, 1), dp_cp=Axis(4, 1)), config)
+    assert not caplog.records
+
+
+def test_report_of_nothing_and_of_a_fallback() -> None:
+    assert len(format_report([]).split("\n")) == 1
+    record = ResolvedCP("a", "mla", "ulysses", "sync", "sdpa", 2, 2, 1, (), fallback="async -> sync: no handoffs")
+    assert format_report([record, dataclasses.replace(record, path="b", fallback="")]).count("\n") == 2
+    assert "async -> sync: no handoffs" in format_report([record])
+
+
+# ---------------------------------------------------------------- registries
+
+
+class Shifted:
+    """A strategy and kernel from outside: returns v plus what the kernel says."""
+
+    ulysses_degree = 1
+
+    def __init__(self, facts: Any) -> None:
+        self.facts = facts
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: Any, sequence: Any, causal: bool, scale: float) -> Tensor:
+        return q + kernel.number
+
+
+class NumberKernel(SdpaKernel):
+    name = "number"
+    number = 41.0
+
+
+@pytest.mark.usefixtures("_registries")
+def test_strategies_and_kernels_from_outside() -> None:
+    register_strategy("softmax", "shifted", lambda config, topology, facts: Shifted(facts))
+    register_kernel("number", NumberKernel)
+    model = Model()
+    records = bind_context_parallel(model, ranks(2), ContextParallelConfig(algorithm="shifted", kernel="number"))
+    assert (records[0].algorithm, records[0].kernel, records[0].sequence_degree) == ("shifted", "number", 2)
+    sequence = SequenceContext(
+        position_ids=torch.zeros(1, 2), valid=torch.ones(1, 2), rows=(), ranges=((0, 2), (2, 4)), rank=0, length=4, max_position=3
+    )
+    q = torch.zeros(1, 8, 2, 4)
+    call = model.layers[0]["self_attn"].cp
+    assert torch.equal(call(q, q, q, sequence), q + 41)
+    assert (call.strategy.facts.path, call.strategy.facts.q_heads, call.strategy.facts.kv_heads) == ("layers.0.self_attn", 8, 4)
+    with pytest.raises(ValueError, match="strategy 'shifted' for 'softmax' layers is registered already"):
+        register_strategy("softmax", "shifted", lambda *_: Shifted(None))
+    register_strategy("mla", "shifted", lambda *_: Shifted(None))  # another kind is another entry
+    with pytest.raises(ValueError, match="kernel 'number' is registered already"):
+        register_kernel("number", NumberKernel)
+    with pytest.raises(ValueError, match=r"available: all_gather \| ulysses \| shifted"):
+        bind_context_parallel(model, ranks(2), ContextParallelConfig(algorithm="shift"))
+
+
+def test_registries_hold_what_is_promised() -> None:
+    assert sorted(STRATEGIES) == [("softmax", "all_gather"), ("softmax", "local"), ("softmax", "ulysses")]
+    assert sorted(KERNELS) == ["sdpa"]
+
+
+# ---------------------------------------------------------------- topology
+
+
+def test_no_mesh_is_one_process() -> None:
+    topology = Topology.from_mesh(None)
+    assert (topology.cp, topology.dp, topology.dp_cp, topology.mesh, topology.fsdp_mesh) == (Axis(), Axis(), Axis(), None, None)
+
+
+def axes(topology: Topology) -> dict[str, tuple[int, int, list[int] | None]]:
+    """``{axis: (size, rank, global ranks)}``."""
+    return {
+        name: (axis.size, axis.rank, dist.get_process_group_ranks(axis.group) if axis.group is not None else None)
+        for name, axis in (("cp", topology.cp), ("dp", topology.dp), ("dp_cp", topology.dp_cp))
+    }
+
+
+def topology_worker(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def mesh(shape: tuple[int, ...], *names: str) -> Any:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+    for shape, names in (
+        ((4,), ("cp",)),
+        ((4,), ("dp_shard",)),
+        ((4,), ("dp_replicate",)),
+        ((2, 2), ("dp_shard", "cp")),
+        ((2, 2), ("dp_replicate", "cp")),
+        ((2, 2), ("dp_replicate", "dp_shard")),
+        ((2, 1, 2), ("dp_replicate", "dp_shard", "cp")),
+        ((1, 2, 2), ("dp_replicate", "dp_shard", "cp")),
+        ((1, 1, 2, 2, 1), ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
+        ((2, 2, 1), ("dp_replicate", "dp_shard", "cp")),
+    ):
+        one = mesh(shape, *names)
+        topology = Topology.from_mesh(one)
+        fsdp = topology.fsdp_mesh
+        found[" ".join(f"{n}{s}" for n, s in zip(names, shape, strict=True))] = (
+            axes(topology),
+            (tuple(fsdp.mesh.shape), fsdp.mesh.flatten().tolist()) if fsdp is not None else None,
+        )
+        again = Topology.from_mesh(one)
+        assert axes(again) == axes(topology)
+        assert again.dp_cp.group is topology.dp_cp.group
+    found["refused"] = [
+        refusal(Topology.from_mesh, mesh((4,))),
+        refusal(Topology.from_mesh, mesh((4,), "context")),
+        refusal(Topology.from_mesh, mesh((2, 2), "dp", "cp")),
+        refusal(Topology.from_mesh, mesh((2, 2), "cp", "tp")),
+        refusal(Topology.from_mesh, mesh((2, 2), "pp", "cp")),
+        refusal(cp_submesh, mesh((2, 2))),
+        refusal(cp_submesh, mesh((2, 2), "rows", "columns")),
+    ]
+    for whole in (mesh((4,), "cp"), mesh((4,), "context"), mesh((4,)), mesh((1, 4), "dp_shard", "cp")):
+        assert cp_submesh(whole).size() == 4
+    for none in (mesh((4,), "dp_shard"), mesh((4, 1), "dp_shard", "cp"), mesh((2, 2), "dp_replicate", "dp_shard"), None):
+        assert cp_submesh(none) is None
+    return found
+
+
+@pytest.mark.dist4
+def test_axes_of_meshes() -> None:
+    results = run_distributed(topology_worker, 4)
+    for rank, found in enumerate(results):
+        inner, outer = rank % 2, rank // 2  # cp is the inner axis
+        pair, column = [2 * outer, 2 * outer + 1], [inner, inner + 2]
+        one, four = (1, 0, None), (4, rank, [0, 1, 2, 3])
+        assert found["cp4"] == ({"cp": four, "dp": one, "dp_cp": four}, ((4,), [0, 1, 2, 3]))
+        assert found["dp_shard4"] == ({"cp": one, "dp": four, "dp_cp": four}, ((4,), [0, 1, 2, 3]))
+        assert found["dp_replicate4"][0] == {"cp": one, "dp": four, "dp_cp": four}
+        two = {"cp": (2, inner, pair), "dp": (2, outer, column), "dp_cp": four}
+        assert found["dp_shard2 cp2"] == (two, ((4,), [0, 1, 2, 3]))
+        assert found["dp_replicate2 cp2"] == (two, ((2, 2), [0, 1, 2, 3]))
+        assert found["dp_replicate2 dp_shard2"] == ({"cp": one, "dp": four, "dp_cp": four}, ((2, 2), [0, 1, 2, 3]))
+        assert found["dp_replicate2 dp_shard1 cp2"] == (two, ((2, 2), [0, 1, 2, 3]))
+        assert found["dp_replicate1 dp_shard2 cp2"] == (two, ((4,), [0, 1, 2, 3]))
+        assert found["pp1 dp_replicate1 dp_shard2 cp2 tp1"] == (two, ((4,), [0, 1, 2, 3]))
+        assert found["dp_replicate2 dp_shard2 cp1"] == ({"cp": one, "dp": four, "dp_cp": four}, ((2, 2), [0, 1, 2, 3]))
+        unnamed, unknown, dp, tp, pp, two_unnamed, two_unknown = found["refused"]
+        assert "the mesh needs axis names" in unnamed
+        assert "mesh axis 'context' is not one of pp, dp_replicate, dp_shard, cp, tp" in unknown
+        assert "for data parallelism write 'dp_shard' or 'dp_replicate'" in dp
+        assert "mesh axis 'tp' of size 2: not available in this version" in tp
+        assert "mesh axis 'pp' of size 2: not available in this version" in pp
+        assert "the mesh needs axis names" in two_unnamed
+        assert "mesh axis 'rows' is not one of" in two_unknown
+
+
+def reversed_axes_worker(rank: int, size: int) -> Any:
+    """cp outside dp_shard: legal (then it must be right) or refused by a message that says so."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp_shard"))
+    try:
+        return axes(Topology.from_mesh(mesh))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.dist4
+def test_axes_in_another_order() -> None:
+    for rank, found in enumerate(run_distributed(reversed_axes_worker, 4)):
+        if isinstance(found, str):
+            assert "order" in found
+            continue
+        assert found["cp"] == (2, rank // 2, [rank % 2, rank % 2 + 2])
+        assert sorted(found["dp_cp"][2]) == [0, 1, 2, 3]
+
+
+def groups_worker(rank: int, size: int) -> tuple[int, int, bool]:
+    """Groups are made when the topology is; never by a batch, a forward, a backward or a gradient sync."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    topology = Topology.from_mesh(mesh)
+    model = Model((8, 4), (8, 4))
+    config = ContextParallelConfig(per_layer={"layers.1.*": {"algorithm": "ulysses"}})
+    before = len(distributed_c10d._world.pg_map)
+    bind_context_parallel(model, topology, config)
+    head = nn.Parameter(torch.randn(11, 8 * 4))
+    model.register_parameter("head", head)
+    for length in (8, 13):
+        ids = torch.arange(length).unsqueeze(0) % 11
+        local = shard_batch({"input_ids": ids, "labels": ids}, mesh, compare=True)
+        sequence = local["sequence"]
+        tokens = local["input_ids"].shape[1]
+        x = torch.randn(1, 8, tokens, 4, requires_grad=True)
+        kv = torch.randn(1, 4, tokens, 4, requires_grad=True)
+        for layer in model.layers:
+            x = layer["self_attn"].cp(x, kv, kv, sequence)
+        unshard(x, 2, sequence)
+        hidden = x.transpose(1, 2).flatten(2)
+        mean_loss(*linear_cross_entropy(hidden, head, local["shift_labels"]), topology).backward()
+        sync_gradients(model, mesh)
+        Topology.from_mesh(mesh)
+    after = len(distributed_c10d._world.pg_map)
+    try:
+        copy.deepcopy(model)
+        copies = True
+    except Exception:
+        copies = False
+    return before, after, copies
+
+
+@pytest.mark.dist4
+def test_no_groups_are_made_in_a_step() -> None:
+    for before, after, _ in run_distributed(groups_worker, 4):
+        assert before == after > 0
+
+
+@pytest.mark.dist4
+@pytest.mark.xfail(strict=True, reason="a bound model holds process groups, which do not copy: note 10 of the report")
+def test_a_bound_model_can_be_copied() -> None:
+    assert all(copies for *_, copies in run_distributed(groups_worker, 4))
