@@ -51,6 +51,8 @@ def linear_cross_entropy(
             raise ValueError(
                 f"labels must be {IGNORE_INDEX} or in 0 .. {weight.shape[0] - 1}, got {min(low, high)} .. {high}"
             )
+    if not torch.is_grad_enabled():  # inside apply, inputs look as if they needed their gradients
+        hidden, weight = hidden.detach(), weight.detach()
     total = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, flat, chunk_tokens)
     return total, (flat != IGNORE_INDEX).sum()
 
@@ -69,25 +71,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             supervised = (targets[now] != IGNORE_INDEX).unsqueeze(-1)  # [t, 1]
             index = targets[now].unsqueeze(-1).clamp_min(0)
             lse = logits.logsumexp(-1, keepdim=True)
-            total += ((lse - logits.gather(-1, index)) * supervised).sum()
+            total += (lse - logits.gather(-1, index)).masked_fill_(~supervised, 0.0).sum()
             if not (need_hidden or need_weight):
                 continue
             dlogits = logits.sub_(lse).exp_()  # softmax
             dlogits.scatter_add_(-1, index, torch.full_like(lse, -1.0))
-            dlogits = (dlogits * supervised).to(hidden.dtype)
+            dlogits = dlogits.masked_fill_(~supervised, 0.0).to(hidden.dtype)
             if dhidden is not None:
                 dhidden[now] = dlogits @ weight
             if dweight is not None:
                 dweight += dlogits.T @ hidden[now]
-        ctx.grads = (dhidden, dweight, weight.dtype)
+        ctx.save_for_backward(dhidden, dweight)  # freed by backward, which an attribute of ctx would not be
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dtype = ctx.grads
+        dhidden, dweight = ctx.saved_tensors
         return (
             (dhidden * grad).to(dhidden.dtype) if dhidden is not None else None,
-            (dweight * grad).to(dtype) if dweight is not None else None,
+            (dweight * grad).to(ctx.dtype) if dweight is not None else None,
             None,
             None,
         )

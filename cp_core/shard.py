@@ -207,6 +207,7 @@ def _check_shapes(batch: Mapping[str, Tensor]) -> Tensor:
                 f"{key} has shape {list(batch[key].shape)}, input_ids {list(input_ids.shape)}; they must agree"
             )
     positions = batch.get("position_ids")
-    if positions is not None and (positions.ndim > 2 or positions.shape[-1] != input_ids.shape[1]):
+    batch_size, length = input_ids.shape
+    if positions is not None and tuple(positions.shape) not in ((batch_size, length), (1, length), (length,)):
         raise ValueError(f"position_ids has shape {list(positions.shape)}, input_ids {list(input_ids.shape)}")
     return input_ids

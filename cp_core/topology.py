@@ -78,6 +78,8 @@ def check_axes(mesh: DeviceMesh) -> tuple[str, ...]:
             raise ValueError(
                 f"mesh axis {name!r} of size {mesh[name].size()}: not available in this version; use size 1"
             )
+    if list(names) != sorted(names, key=AXES.index):
+        raise ValueError(f"mesh axes {', '.join(names)} stand in another order than {', '.join(AXES)}")
     return tuple(names)
 
 

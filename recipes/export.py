@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cp_core import shard_batch, unshard
 
+from .progress import say
+
 if TYPE_CHECKING:
     from .loop import Run
 
@@ -38,18 +40,18 @@ def export_hf(run: Run) -> None:
         run.data.tokenizer.save_pretrained(temporary)
         if not (temporary / "generation_config.json").exists():
             config = run.model.config
-            GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(temporary)
+            GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(
+                temporary
+            )
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     dist.barrier()
-    run.console.print(f"export   {final}", highlight=False)
+    say(run.console, f"export   {final}")
     if run.recipe.export.verify:
         difference = logit_difference(run, final)
         if difference is not None:
-            run.console.print(
-                f"transformers loads the export; largest logit difference {difference:.2e} over {_CHECKED_TOKENS} tokens",
-                highlight=False,
-            )
+            tokens = f"over {_CHECKED_TOKENS} tokens"
+            say(run.console, f"checked  transformers loads it; largest logit difference {difference:.2e} {tokens}")
 
 
 @torch.no_grad()

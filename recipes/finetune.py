@@ -12,6 +12,7 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +28,10 @@ from .data import build_datasets
 from .export import export_hf
 from .loader import load_recipe, run_dir
 from .loop import Run, train
+from .metrics import read_metrics
 from .optim import build_optimizer
 from .plots import plot_curve
+from .progress import say
 from .schema import Recipe
 
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -78,26 +81,40 @@ def work(recipe: Recipe, folder: Path) -> None:
         build_datasets(recipe, folder)  # trains and stores the tokenizer; the others then read it
     dist.barrier()
     data = build_datasets(recipe, folder)
-    console.print(data.report, highlight=False)
+    say(console, data.report)
 
     model = build_model(recipe, mesh, data.tokenizer)
-    console.print(format_report(model.cp_report), highlight=False)
+    say(console, format_report(model.cp_report))
     optimizer = build_optimizer(model, recipe.optim)
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep)
     run = Run(recipe, folder, mesh, data, model, optimizer, checkpoints, console)
     run.resume()
     finished = train(run)
     if not finished:
-        console.print(f"stopped after step {run.step} as asked; run again to resume", highlight=False)
+        say(console, f"stopped after step {run.step} as asked; run again to resume")
         return
 
     if first and recipe.log.plot:
         plot = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
-        console.print(f"curve    {plot}" if plot else "curve    not drawn: pip install 'cp-zoo[plot]'", highlight=False)
-    console.print(f"metrics  {folder / 'metrics.jsonl'}", highlight=False)
+        say(console, f"curve    {plot or 'not drawn: install the extra cp-zoo[plot]'}")
+    say(console, f"metrics  {folder / 'metrics.jsonl'}")
+    if first:
+        say(console, f"result   {summary(read_metrics(folder / 'metrics.jsonl'))}")
     if recipe.export.hf:
         export_hf(run)
     dist.barrier()
+
+
+def summary(events: list[dict[str, Any]]) -> str:
+    """The run in one line, from its metrics: where the losses began and ended, and what they are to be held against."""
+    steps = [event for event in events if event["kind"] == "step"]
+    start = next((event for event in events if event["kind"] == "start"), {})
+    text = f"training loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}"
+    if "valid_loss" in steps[-1]:
+        text += f"; valid loss {steps[-1]['valid_loss']:.3f}"
+    if "unigram_cross_entropy" in start:
+        text += f" (unigram cross entropy of the valid set: {start['unigram_cross_entropy']:.3f})"
+    return text
 
 
 def _leave_message(folder: Path, error: BaseException) -> None:

@@ -27,7 +27,7 @@ from .checkpoint import CheckpointFolder
 from .data import DataBundle, PackedRow, batch_indices, collate, count_targets, rank_rows, unigram_cross_entropy
 from .metrics import MetricsWriter
 from .optim import clip_gradients, first_nonfinite, gradient_norm, learning_rate
-from .progress import Progress
+from .progress import Progress, say
 from .schema import Recipe
 
 
@@ -70,7 +70,7 @@ class Run:
             return
         self.step = self.checkpoints.load(latest, self.model, self.optimizer, self.recipe)
         self.resumed = True
-        self.console.print(f"resumed from {latest} (step {self.step})", highlight=False)
+        say(self.console, f"resumed from {latest} (step {self.step})")
 
 
 def train(run: Run) -> bool:
@@ -153,7 +153,7 @@ def training_step(run: Run) -> dict[str, Any]:
 
     seconds = time.perf_counter() - started
     tokens = recipe.train.global_batch * recipe.data.seq_len
-    record = {"loss": loss, "grad_norm": float(norm), "lr": rate, "targets": targets}
+    record: dict[str, Any] = {"loss": loss, "grad_norm": float(norm), "lr": rate, "targets": targets}
     if aux_losses:
         record["aux_loss"] = float(torch.stack(aux_losses).mean())
     record.update(step_seconds=seconds, tokens_per_second=tokens / seconds, peak_memory_bytes=peak_memory_bytes())

@@ -61,7 +61,7 @@ class Progress:
             self._bar.update(self._task, completed=step, facts=facts)
         wanted = step % self._every == 0 or step in (self._first, self._total)
         if validated or (wanted and self._bar is None):
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, line)
 
     def _remaining(self, step: int) -> str:
         """From the pace of the last steps, without the first: warming up makes it slower than the others."""
@@ -82,3 +82,8 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def say(console: Console, text: str) -> None:
+    """Print ``text`` as it is: no colours, no markup, no wrapping."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

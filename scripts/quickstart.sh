@@ -5,6 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 recipe=recipes/configs/qwen3_moe/quickstart.yaml
 rm -rf runs/qwen3_moe_quickstart
 echo "== train the first half, then stop =="
-python -m recipes run "$recipe" train.stop_after=40 "$@"
+python -m recipes run "$recipe" train.stop_after=50 "$@"
 echo "== the same command again resumes from the checkpoint =="
 python -m recipes run "$recipe" "$@"

@@ -23,6 +23,7 @@ class SdpaKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See ``Kernel.forward``."""
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+            q, k, v = map(_dense_rows, (q, k, v))
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
             return out, lse
         return plain_forward(q, k, v, causal, scale)
@@ -32,6 +33,7 @@ class SdpaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Kernel.backward``."""
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+            q, k, v, out = map(_dense_rows, (q, k, v, out))
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, causal, scale=scale
             )
@@ -68,6 +70,11 @@ def plain_backward(
         dq[:, :, :, now] = torch.einsum("bkgts,bksd->bkgtd", dscores, kw)
         dk += torch.einsum("bkgts,bkgtd->bksd", dscores, qg[:, :, :, now])
     return dq.flatten(1, 2), dk, dv
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """``x`` with stride 1 in its last dim: the operator takes that for granted and would read other memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

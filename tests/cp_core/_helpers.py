@@ -67,7 +67,9 @@ def expected_targets(labels: Tensor, layout: Layout) -> Tensor:
 
 def expected_positions(layout: Layout) -> Tensor:
     """0, 1, 2, ... in every run."""
-    return torch.tensor([[t - start for start, stop, _ in runs(tokens) for t in range(start, stop)] for tokens in layout])
+    return torch.tensor(
+        [[t - start for start, stop, _ in runs(tokens) for t in range(start, stop)] for tokens in layout]
+    )
 
 
 def visible(layout: Layout, causal: bool) -> Tensor:

@@ -95,7 +95,10 @@ def run_sharded(case: Case, mesh: Any, rank: int, size: int) -> tuple[Tensor, ..
     config = ContextParallelConfig(algorithm=case.algorithm, kv_head_policy="repeat")
     bind_context_parallel(model, Topology.from_mesh(mesh), config)
     layout = LAYOUTS[case.layout]
-    batch = {"input_ids": torch.zeros(len(layout), len(layout[0]), dtype=torch.int64), "document_ids": torch.tensor(layout)}
+    batch = {
+        "input_ids": torch.zeros(len(layout), len(layout[0]), dtype=torch.int64),
+        "document_ids": torch.tensor(layout),
+    }
     sequence = shard_batch(batch, mesh)["sequence"]
     start, stop = sequence.ranges[rank]
     extra = sequence.padded_length - sequence.length
@@ -133,7 +136,9 @@ def check_parity(size: int, per_rank: list[list[tuple[Tensor, ...]]]) -> None:
         padding = torch.tensor(layout) == PAD
         tolerance = 1e-10 if case.dtype == torch.float64 else 1e-5
         expected = reference(case.layout, case.kv_heads, case.causal)
-        for name, parts, want in zip(("out", "dq", "dk", "dv"), zip(*(r[index] for r in per_rank), strict=True), expected, strict=True):
+        for name, parts, want in zip(
+            ("out", "dq", "dk", "dv"), zip(*(r[index] for r in per_rank), strict=True), expected, strict=True
+        ):
             whole = torch.cat(parts, 2)
             got, rest = whole[:, :, :length], whole[:, :, length:]
             assert got.dtype == case.dtype
@@ -213,7 +218,7 @@ def probe_worker(rank: int, size: int) -> None:
                 if change is not None:
                     for x in changed:
                         x[:, :, change] += 1.0
-                leaves = [x[:, :, here].detach().requires_grad_() for x in changed]
+                leaves = [x[:, :, here].detach().requires_grad_() for x in changed]  # noqa: B023
                 out = model.mixer.cp(*leaves, sequence)  # noqa: B023 - called in this round only
                 return (out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, here]))  # noqa: B023
 
@@ -452,7 +457,9 @@ def test_plain_formula(monkeypatch: pytest.MonkeyPatch, causal: bool, v_dim: int
     torch.testing.assert_close(kernel_lse, lse, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_fused_and_plain_agree(causal: bool, dtype: torch.dtype, tolerance: float) -> None:
     """Backward too, with the log-sum-exp of more keys than the block's own, as a merge hands it on."""

@@ -57,7 +57,9 @@ def gather_worker(rank: int, size: int) -> None:
     x = torch.full((1, 1, 1, 4), float(rank)).expand(*shape).detach().requires_grad_()
     y = gather_sequence(x, 2, group)
     assert torch.equal(y.detach(), gathered(torch.arange(size).view(-1, 1, 1, 1, 1).expand(size, *shape).float(), 2))
-    assert torch.equal(torch.autograd.grad(y.sum() * (rank + 1), x)[0], torch.full(shape, float(size * (size + 1) // 2)))
+    assert torch.equal(
+        torch.autograd.grad(y.sum() * (rank + 1), x)[0], torch.full(shape, float(size * (size + 1) // 2))
+    )
     row = noise(size, 1, 1, 1, 4, seed=3)
     dx = _differentiate(lambda t: gather_sequence(t, 2, group), parts[rank], row[rank].expand(2, 3, 5 * size, 4))[1]
     torch.testing.assert_close(dx, row.sum(0).expand(shape))
@@ -121,7 +123,9 @@ def exchange_worker(rank: int, size: int) -> None:
     y = all_to_all(local, 1, 2, group)
     assert y[0, :, :, 0].tolist() == [[100 * t + h for t in range(3 * size)] for h in (2 * rank, 2 * rank + 1)]
     # stride 0
-    y, dx = _differentiate(lambda t: all_to_all(t, 1, 2, group), parts[rank], torch.ones(()).double().expand(2, 2, 3 * size * size, 4))
+    y, dx = _differentiate(
+        lambda t: all_to_all(t, 1, 2, group), parts[rank], torch.ones(()).double().expand(2, 2, 3 * size * size, 4)
+    )
     assert torch.equal(dx, torch.ones(shape, dtype=torch.float64))
     x = torch.arange(2.0 * size).view(1, -1, 1, 1).expand(2, 2 * size, 3, 4)
     assert torch.equal(all_to_all(x, 1, 2, group), x[:, 2 * rank : 2 * rank + 2, :1].expand(2, 2, 3 * size, 4))

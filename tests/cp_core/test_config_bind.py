@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
@@ -105,19 +104,19 @@ def test_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(schedule="later"), r"schedule='later' is not one of sync \| async"),
-        (dict(async_fallback="warn"), r"async_fallback='warn' is not one of error \| sync"),
-        (dict(kv_head_policy=True), r"kv_head_policy=True is not one of error \| repeat"),
-        (dict(algorithm=3), "algorithm=3 must be a string"),
-        (dict(kernel=None), "kernel=None must be a string"),
-        (dict(linear_attention=None), "linear_attention=None must be a string"),
-        (dict(ulysses_degree=0), "ulysses_degree=0 must be a positive integer or None"),
-        (dict(ulysses_degree=-2), "ulysses_degree=-2 must be"),
-        (dict(ulysses_degree=True), "ulysses_degree=True must be"),
-        (dict(ulysses_degree=2.0), "ulysses_degree=2.0 must be"),
-        (dict(ulysses_degree="2"), "ulysses_degree='2' must be"),
-        (dict(per_layer={"softmax": {"algoritm": "ulysses"}}), r"per_layer\['softmax'\]: unknown field 'algoritm'; legal: algorithm"),
-        (dict(per_layer={"a.*": {"per_layer": {}}}), "unknown field 'per_layer'"),
+        ({"schedule": "later"}, r"schedule='later' is not one of sync \| async"),
+        ({"async_fallback": "warn"}, r"async_fallback='warn' is not one of error \| sync"),
+        ({"kv_head_policy": True}, r"kv_head_policy=True is not one of error \| repeat"),
+        ({"algorithm": 3}, "algorithm=3 must be a string"),
+        ({"kernel": None}, "kernel=None must be a string"),
+        ({"linear_attention": None}, "linear_attention=None must be a string"),
+        ({"ulysses_degree": 0}, "ulysses_degree=0 must be a positive integer or None"),
+        ({"ulysses_degree": -2}, "ulysses_degree=-2 must be"),
+        ({"ulysses_degree": True}, "ulysses_degree=True must be"),
+        ({"ulysses_degree": 2.0}, "ulysses_degree=2.0 must be"),
+        ({"ulysses_degree": "2"}, "ulysses_degree='2' must be"),
+        ({"per_layer": {"softmax": {"algoritm": "ulysses"}}}, r"per_layer\['softmax'\]: unknown field 'algoritm'; legal: algorithm"),
+        ({"per_layer": {"a.*": {"per_layer": {}}}}, "unknown field 'per_layer'"),
     ],
 )  # fmt: skip
 def test_illegal_values_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -128,7 +127,11 @@ def test_illegal_values_are_refused(fields: dict[str, Any], message: str) -> Non
 @pytest.mark.xfail(strict=True, reason="not checked before a layer is bound: fault 8 of the report")
 @pytest.mark.parametrize(
     "fields",
-    [dict(per_layer={"softmax": {"schedule": "later"}}), dict(load_balance="no"), dict(per_layer={"a": {"ulysses_degree": 0}})],
+    [
+        {"per_layer": {"softmax": {"schedule": "later"}}},
+        {"load_balance": "no"},
+        {"per_layer": {"a": {"ulysses_degree": 0}}},
+    ],
 )
 def test_illegal_values_are_refused_when_written(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"schedule='later'|load_balance='no'|ulysses_degree=0"):
@@ -171,7 +174,9 @@ def test_patterns_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match=message):
         config.for_layer("a.b", "softmax")
     assert config.for_layer("a.c", "softmax").algorithm == "ulysses"
-    agreeing = ContextParallelConfig(per_layer={"a.*": {"algorithm": "ring"}, "*.b": {"algorithm": "ring", "kernel": "k"}})
+    agreeing = ContextParallelConfig(
+        per_layer={"a.*": {"algorithm": "ring"}, "*.b": {"algorithm": "ring", "kernel": "k"}}
+    )
     assert agreeing.for_layer("a.b", "softmax").kernel == "k"
 
 
@@ -179,7 +184,11 @@ def test_patterns_that_disagree_are_refused() -> None:
 
 
 def test_one_process_binds_local_whatever_the_config_says() -> None:
-    for config in (None, ContextParallelConfig(algorithm="hybrid", ulysses_degree=3), ContextParallelConfig(schedule="async")):
+    for config in (
+        None,
+        ContextParallelConfig(algorithm="hybrid", ulysses_degree=3),
+        ContextParallelConfig(schedule="async"),
+    ):
         model = Model((7, 7), (8, 2))
         records = bind_context_parallel(model, Topology(), config)
         assert [(r.algorithm, r.schedule, r.cp_size, r.ulysses_degree, r.sequence_degree) for r in records] == [
@@ -202,7 +211,7 @@ def test_default_config_is_all_gather() -> None:
     assert bind_context_parallel(Model(), ranks(2))[0].algorithm == "all_gather"
 
 
-U = dict(algorithm="ulysses")
+U = {"algorithm": "ulysses"}
 
 
 @pytest.mark.parametrize(
@@ -212,23 +221,25 @@ U = dict(algorithm="ulysses")
         (4, (8, 2), U, ["num_key_value_heads=2 is not divisible by the ulysses degree 4", "'all_gather'", "1 or 2",
                         "kv_head_policy='repeat' (each kv head travels 2 times)"]),
         (2, (6, 3), U, ["num_key_value_heads=3 is not divisible by the ulysses degree 2", "'all_gather'"]),
-        (4, (6, 3), U | dict(kv_head_policy="repeat"), ["num_attention_heads=6"]),
-        (2, (6, 3), U | dict(kv_head_policy="repeat"), ["num_key_value_heads=3"]),
+        (4, (6, 3), U | {"kv_head_policy": "repeat"}, ["num_attention_heads=6"]),
+        (2, (6, 3), U | {"kv_head_policy": "repeat"}, ["num_key_value_heads=3"]),
         (8, (24, 3), U, ["num_key_value_heads=3", "a cp size of 1:", "each kv head travels 8 times"][:1]),
-        (4, (8, 4), U | dict(ulysses_degree=2), ["ulysses_degree=2 with algorithm 'ulysses' must be the cp size 4", "'hybrid'"]),
-        (4, (8, 4), dict(ulysses_degree=4), ["ulysses_degree=4 has no meaning with 'all_gather'"]),
-        (4, (8, 4), dict(algorithm="ulises"), ["algorithm 'ulises' is not available for 'softmax' layers; available: all_gather | ulysses"]),
-        (4, (8, 4), dict(algorithm="ring"), ["algorithm 'ring' is not available"]),
-        (4, (8, 4), dict(algorithm="hybrid"), ["algorithm 'hybrid' is not available"]),
-        (4, (8, 4), dict(algorithm="local"), ["algorithm 'local' is not available"]),
-        (4, (8, 4), dict(kernel="flex"), ["kernel 'flex' is not available; available: sdpa"]),
-        (1, (8, 4), dict(kernel="flex"), ["kernel 'flex' is not available; available: sdpa"]),
-        (2, (8, 4), dict(schedule="async"), ["schedule 'async' is not available in this version"]),
-        (2, (8, 4), dict(load_balance=True), ["load_balance is not available in this version"]),
-        (2, (8, 4), dict(load_balance=True, algorithm="ulysses"), ["load_balance"]),
+        (4, (8, 4), U | {"ulysses_degree": 2}, ["ulysses_degree=2 with algorithm 'ulysses' must be the cp size 4", "'hybrid'"]),
+        (4, (8, 4), {"ulysses_degree": 4}, ["ulysses_degree=4 has no meaning with 'all_gather'"]),
+        (4, (8, 4), {"algorithm": "ulises"}, ["algorithm 'ulises' is not available for 'softmax' layers; available: all_gather | ulysses"]),
+        (4, (8, 4), {"algorithm": "ring"}, ["algorithm 'ring' is not available"]),
+        (4, (8, 4), {"algorithm": "hybrid"}, ["algorithm 'hybrid' is not available"]),
+        (4, (8, 4), {"algorithm": "local"}, ["algorithm 'local' is not available"]),
+        (4, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
+        (1, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
+        (2, (8, 4), {"schedule": "async"}, ["schedule 'async' is not available in this version"]),
+        (2, (8, 4), {"load_balance": True}, ["load_balance is not available in this version"]),
+        (2, (8, 4), {"load_balance": True, "algorithm": "ulysses"}, ["load_balance"]),
     ],
 )  # fmt: skip
-def test_illegal_combinations_are_refused(cp: int, heads: tuple[int, int], fields: dict[str, Any], parts: list[str]) -> None:
+def test_illegal_combinations_are_refused(
+    cp: int, heads: tuple[int, int], fields: dict[str, Any], parts: list[str]
+) -> None:
     """The second layer is at fault, and is named."""
     model = Model((24, 24), heads)
     config = ContextParallelConfig(per_layer={"layers.1.*": fields})
@@ -272,7 +283,9 @@ def test_undeclared_mixers_are_refused() -> None:
 
 def test_declarations_that_do_not_fit_are_refused() -> None:
     model = Model(declared={"layers.0.self_attn": "gdn"})
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn: declared as a 'gdn' mixer, but its `cp` is CPAttention"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn: declared as a 'gdn' mixer, but its `cp` is CPAttention"
+    ):
         bind_context_parallel(model, ranks(2))
     model = Model(declared={"layers.0.self_attn": "softmax", "layers.0": "softmax"})
     with pytest.raises(ValueError, match=r"layers\.0: declared as a 'softmax' mixer, but its `cp` is NoneType"):
@@ -346,12 +359,22 @@ def test_strategies_and_kernels_from_outside() -> None:
     records = bind_context_parallel(model, ranks(2), ContextParallelConfig(algorithm="shifted", kernel="number"))
     assert (records[0].algorithm, records[0].kernel, records[0].sequence_degree) == ("shifted", "number", 2)
     sequence = SequenceContext(
-        position_ids=torch.zeros(1, 2), valid=torch.ones(1, 2), rows=(), ranges=((0, 2), (2, 4)), rank=0, length=4, max_position=3
+        position_ids=torch.zeros(1, 2),
+        valid=torch.ones(1, 2),
+        rows=(),
+        ranges=((0, 2), (2, 4)),
+        rank=0,
+        length=4,
+        max_position=3,
     )
     q = torch.zeros(1, 8, 2, 4)
     call = model.layers[0]["self_attn"].cp
     assert torch.equal(call(q, q, q, sequence), q + 41)
-    assert (call.strategy.facts.path, call.strategy.facts.q_heads, call.strategy.facts.kv_heads) == ("layers.0.self_attn", 8, 4)
+    assert (call.strategy.facts.path, call.strategy.facts.q_heads, call.strategy.facts.kv_heads) == (
+        "layers.0.self_attn",
+        8,
+        4,
+    )
     with pytest.raises(ValueError, match="strategy 'shifted' for 'softmax' layers is registered already"):
         register_strategy("softmax", "shifted", lambda *_: Shifted(None))
     register_strategy("mla", "shifted", lambda *_: Shifted(None))  # another kind is another entry
@@ -371,7 +394,13 @@ def test_registries_hold_what_is_promised() -> None:
 
 def test_no_mesh_is_one_process() -> None:
     topology = Topology.from_mesh(None)
-    assert (topology.cp, topology.dp, topology.dp_cp, topology.mesh, topology.fsdp_mesh) == (Axis(), Axis(), Axis(), None, None)
+    assert (topology.cp, topology.dp, topology.dp_cp, topology.mesh, topology.fsdp_mesh) == (
+        Axis(),
+        Axis(),
+        Axis(),
+        None,
+        None,
+    )
 
 
 def axes(topology: Topology) -> dict[str, tuple[int, int, list[int] | None]]:
@@ -418,10 +447,16 @@ def topology_worker(rank: int, size: int) -> dict[str, Any]:
         refusal(Topology.from_mesh, mesh((2, 2), "pp", "cp")),
         refusal(cp_submesh, mesh((2, 2))),
         refusal(cp_submesh, mesh((2, 2), "rows", "columns")),
+        refusal(Topology.from_mesh, mesh((2, 2), "cp", "dp_shard")),
     ]
     for whole in (mesh((4,), "cp"), mesh((4,), "context"), mesh((4,)), mesh((1, 4), "dp_shard", "cp")):
         assert cp_submesh(whole).size() == 4
-    for none in (mesh((4,), "dp_shard"), mesh((4, 1), "dp_shard", "cp"), mesh((2, 2), "dp_replicate", "dp_shard"), None):
+    for none in (
+        mesh((4,), "dp_shard"),
+        mesh((4, 1), "dp_shard", "cp"),
+        mesh((2, 2), "dp_replicate", "dp_shard"),
+        None,
+    ):
         assert cp_submesh(none) is None
     return found
 
@@ -444,7 +479,7 @@ def test_axes_of_meshes() -> None:
         assert found["dp_replicate1 dp_shard2 cp2"] == (two, ((4,), [0, 1, 2, 3]))
         assert found["pp1 dp_replicate1 dp_shard2 cp2 tp1"] == (two, ((4,), [0, 1, 2, 3]))
         assert found["dp_replicate2 dp_shard2 cp1"] == ({"cp": one, "dp": four, "dp_cp": four}, ((2, 2), [0, 1, 2, 3]))
-        unnamed, unknown, dp, tp, pp, two_unnamed, two_unknown = found["refused"]
+        unnamed, unknown, dp, tp, pp, two_unnamed, two_unknown, turned = found["refused"]
         assert "the mesh needs axis names" in unnamed
         assert "mesh axis 'context' is not one of pp, dp_replicate, dp_shard, cp, tp" in unknown
         assert "for data parallelism write 'dp_shard' or 'dp_replicate'" in dp
@@ -452,28 +487,10 @@ def test_axes_of_meshes() -> None:
         assert "mesh axis 'pp' of size 2: not available in this version" in pp
         assert "the mesh needs axis names" in two_unnamed
         assert "mesh axis 'rows' is not one of" in two_unknown
+        assert "mesh axes cp, dp_shard stand in another order than pp, dp_replicate, dp_shard, cp, tp" in turned
 
 
-def reversed_axes_worker(rank: int, size: int) -> Any:
-    """cp outside dp_shard: legal (then it must be right) or refused by a message that says so."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp_shard"))
-    try:
-        return axes(Topology.from_mesh(mesh))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.dist4
-def test_axes_in_another_order() -> None:
-    for rank, found in enumerate(run_distributed(reversed_axes_worker, 4)):
-        if isinstance(found, str):
-            assert "order" in found
-            continue
-        assert found["cp"] == (2, rank // 2, [rank % 2, rank % 2 + 2])
-        assert sorted(found["dp_cp"][2]) == [0, 1, 2, 3]
-
-
-def groups_worker(rank: int, size: int) -> tuple[int, int, bool]:
+def groups_worker(rank: int, size: int) -> tuple[int, int]:
     """Groups are made when the topology is; never by a batch, a forward, a backward or a gradient sync."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
     topology = Topology.from_mesh(mesh)
@@ -497,22 +514,10 @@ def groups_worker(rank: int, size: int) -> tuple[int, int, bool]:
         mean_loss(*linear_cross_entropy(hidden, head, local["shift_labels"]), topology).backward()
         sync_gradients(model, mesh)
         Topology.from_mesh(mesh)
-    after = len(distributed_c10d._world.pg_map)
-    try:
-        copy.deepcopy(model)
-        copies = True
-    except Exception:
-        copies = False
-    return before, after, copies
+    return before, len(distributed_c10d._world.pg_map)
 
 
 @pytest.mark.dist4
 def test_no_groups_are_made_in_a_step() -> None:
-    for before, after, _ in run_distributed(groups_worker, 4):
+    for before, after in run_distributed(groups_worker, 4):
         assert before == after > 0
-
-
-@pytest.mark.dist4
-@pytest.mark.xfail(strict=True, reason="a bound model holds process groups, which do not copy: note 10 of the report")
-def test_a_bound_model_can_be_copied() -> None:
-    assert all(copies for *_, copies in run_distributed(groups_worker, 4))

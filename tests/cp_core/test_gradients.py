@@ -13,8 +13,8 @@ from cp_core import Topology, sync_gradients
 from cp_core.testing import run_distributed
 from tests.cp_core._helpers import cp_mesh, refusal
 
-SHAPES = {"a": (3, 4), "b": (5,), "half": (300,), "c": (2, 2, 2), "wide": (4,), "unused": (6,)}
-DTYPES = {"half": torch.bfloat16, "wide": torch.float64}
+SHAPES = {"a": (3, 4), "b": (5,), "narrow": (300,), "c": (2, 2, 2), "wide": (4,), "unused": (6,)}
+DTYPES = {"narrow": torch.bfloat16, "wide": torch.float64}
 
 
 def build() -> nn.Module:
@@ -31,7 +31,9 @@ def gradient(name: str, rank: int) -> Tensor | None:
         return None
     generator = torch.Generator().manual_seed(31 * rank + len(name))
     scale = (1.0, 0.013, 41.0, 0.37)[rank]
-    return (scale * torch.randn(SHAPES[name], dtype=torch.float64, generator=generator)).to(DTYPES.get(name, torch.float32))
+    return (scale * torch.randn(SHAPES[name], dtype=torch.float64, generator=generator)).to(
+        DTYPES.get(name, torch.float32)
+    )
 
 
 def sync_worker(rank: int, size: int, bucket: int) -> dict[str, Tensor]:
@@ -60,15 +62,15 @@ def test_sums_over_both_axes(bucket: int) -> None:
         for result in results:
             assert result[name].dtype == DTYPES.get(name, torch.float32)
             assert torch.equal(result[name], results[0][name])  # bitwise equal on all ranks
-        tolerance = {"half": 2**-8, "wide": 1e-14}.get(name, 1e-6)
+        tolerance = {"narrow": 2**-8, "wide": 1e-14}.get(name, 1e-6)
         torch.testing.assert_close(results[0][name].double(), want, rtol=tolerance, atol=tolerance / 100)
     # bf16: the fp32 sum, rounded once. A running bf16 sum differs in many entries
-    parts = [gradient("half", rank) for rank in range(4)]
+    parts = [gradient("narrow", rank) for rank in range(4)]
     once = torch.stack([part.float() for part in parts]).sum(0).to(torch.bfloat16)
     running = parts[0].clone()
     for part in parts[1:]:
         running += part
-    assert float((results[0]["half"] == once).float().mean()) > 0.99  # the order of an fp32 sum may move a last bit
+    assert float((results[0]["narrow"] == once).float().mean()) > 0.99  # the order of an fp32 sum may move a last bit
     assert float((running == once).float().mean()) < 0.95
     assert not results[0]["unused"].any()
 

@@ -20,7 +20,12 @@ def results_worker(rank: int, size: int, scale: float) -> dict[str, object]:
         "rank": rank,
         "sum": total * scale,
         "threads": torch.get_num_threads(),
-        "environment": (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"]),
+        "environment": (
+            os.environ["RANK"],
+            os.environ["WORLD_SIZE"],
+            os.environ["LOCAL_RANK"],
+            os.environ["OMP_NUM_THREADS"],
+        ),
         "fresh": bool(torch.empty(64).isnan().all()),
     }
 
@@ -80,7 +85,9 @@ def test_results_come_back_in_rank_order() -> None:
 @pytest.mark.dist2
 def test_a_rank_that_raises() -> None:
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 1 raised:\nTraceback[\s\S]*raises_worker[\s\S]*KeyError: 'the reason'"):
+    with pytest.raises(
+        WorkerError, match=r"rank 1 raised:\nTraceback[\s\S]*raises_worker[\s\S]*KeyError: 'the reason'"
+    ):
         run_distributed(raises_worker, 2)
     assert time.monotonic() - started < 20
     with pytest.raises(WorkerError, match=r"rank 0 raised:[\s\S]*SystemExit: 0"):
@@ -97,7 +104,9 @@ def test_a_rank_that_dies(by: str, code: str) -> None:
 
 
 @pytest.mark.dist2
-@pytest.mark.xfail(strict=True, reason="the peer's 'connection closed' hides the rank that died: fault 11 of the report")
+@pytest.mark.xfail(
+    strict=True, reason="the peer's 'connection closed' hides the rank that died: fault 11 of the report"
+)
 def test_a_rank_that_dies_while_others_wait() -> None:
     with pytest.raises(WorkerError, match="rank 1 died with exit code 7"):
         run_distributed(dies_while_others_wait_worker, 2)
