@@ -50,8 +50,9 @@ class Topology:
         names = check_axes(mesh)
         sharded = tuple(name for name in ("dp_shard", "cp") if name in names)
         fsdp_mesh = _submesh(mesh, sharded)
-        if "dp_replicate" in names and mesh["dp_replicate"].size() > 1:
-            fsdp_mesh = mesh[("dp_replicate", "_".join(sharded))] if sharded else mesh["dp_replicate"]
+        if fsdp_mesh is not None and "dp_replicate" in names and mesh["dp_replicate"].size() > 1:
+            # [replicas, shards]; a mesh made of two has no public form in torch 2.13
+            fsdp_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], fsdp_mesh])
         return cls(
             mesh=mesh,
             cp=_axis(_submesh(mesh, ("cp",))),

@@ -81,8 +81,8 @@ def _imports(path: Path) -> list[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.append(((node.module or "").partition(".")[0], node in inner))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                found.append((str(node.args[0].value).partition(".")[0], node in inner))
+            named = [str(x.value).partition(".")[0] for x in node.args[:1] if isinstance(x, ast.Constant)]
+            found += [(name, node in inner) for name in named]
     return found
 
 

@@ -145,12 +145,24 @@ def test_cu_seqlens_with_padding() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"document_ids": torch.zeros(2, 6), "cu_seqlens": torch.tensor([0, 12])}, "document_ids or cu_seqlens, not both"),
+        (
+            {"document_ids": torch.zeros(2, 6), "cu_seqlens": torch.tensor([0, 12])},
+            "document_ids or cu_seqlens, not both",
+        ),
         ({"document_ids": torch.zeros(1, 6)}, r"document_ids has shape \[1, 6\], input_ids \[2, 6\]"),
         ({"document_ids": torch.zeros(2, 7)}, r"document_ids has shape \[2, 7\]"),
-        ({"document_ids": torch.tensor([[0] * 6, [0, 0, 1, 1, 0, 0]])}, "row 1: document 0 ends at token 2 and goes on at token 4"),
-        ({"document_ids": torch.tensor([[0] * 6, [0, 0, -1, -1, 0, 0]])}, "row 1: document 0 ends at token 2 and goes on at token 4"),
-        ({"attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 1, 1, 1]])}, "row 1: document 0 ends at token 2 and goes on at token 3"),
+        (
+            {"document_ids": torch.tensor([[0] * 6, [0, 0, 1, 1, 0, 0]])},
+            "row 1: document 0 ends at token 2 and goes on at token 4",
+        ),
+        (
+            {"document_ids": torch.tensor([[0] * 6, [0, 0, -1, -1, 0, 0]])},
+            "row 1: document 0 ends at token 2 and goes on at token 4",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1] * 6, [1, 1, 0, 1, 1, 1]])},
+            "row 1: document 0 ends at token 2 and goes on at token 3",
+        ),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, r"attention_mask has shape \[2, 1, 6, 6\]"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask has shape \[2, 5\]"),
         ({"attention_mask": torch.full((2, 6), 2)}, "0 and 1 only"),
@@ -163,7 +175,7 @@ def test_cu_seqlens_with_padding() -> None:
         ({"cu_seqlens": torch.tensor([12])}, "rise strictly"),
         ({"cu_seqlens": torch.tensor([[0, 12]])}, "rise strictly"),
     ],
-)  # fmt: skip
+)
 def test_contradicting_documents_are_refused(arguments: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_rows(2, 6, **arguments)
@@ -260,17 +272,26 @@ def test_labels_of_minus_100_stay() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": torch.zeros(1, 4), "pixel_values": torch.zeros(1)}, "does not know 'pixel_values'; it takes input_ids, labels"),
+        (
+            {"input_ids": torch.zeros(1, 4), "pixel_values": torch.zeros(1)},
+            "does not know 'pixel_values'; it takes input_ids, labels",
+        ),
         ({"labels": torch.zeros(1, 4)}, "needs 'input_ids'"),
         ({"input_ids": torch.zeros(4)}, r"must be \[batch, length\] with length > 0, got \[4\]"),
         ({"input_ids": torch.zeros(1, 0)}, r"length > 0, got \[1, 0\]"),
-        ({"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 3)}, r"labels has shape \[1, 3\], input_ids \[1, 4\]"),
+        (
+            {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 3)},
+            r"labels has shape \[1, 3\], input_ids \[1, 4\]",
+        ),
         ({"input_ids": torch.zeros(1, 4), "shift_labels": torch.zeros(2, 4)}, r"shift_labels has shape \[2, 4\]"),
         ({"input_ids": torch.zeros(1, 4), "position_ids": torch.zeros(1, 5)}, r"position_ids has shape \[1, 5\]"),
         ({"input_ids": torch.zeros(3, 4), "position_ids": torch.zeros(3, 3, 4)}, r"position_ids has shape \[3, 3, 4\]"),
-        ({"input_ids": torch.zeros(1, 4), "attention_mask": torch.tensor([[1, 0, 1, 1]])}, "document 0 ends at token 1"),
+        (
+            {"input_ids": torch.zeros(1, 4), "attention_mask": torch.tensor([[1, 0, 1, 1]])},
+            "document 0 ends at token 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_malformed_batches_are_refused(batch: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shard_batch(batch)

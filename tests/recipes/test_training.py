@@ -203,7 +203,9 @@ def test_nonfinite_loss_stops_before_the_update(tmp_path: Path) -> None:
     path = write_recipe(
         tmp_path, "nan", parallel__nproc=2, parallel__cp__size=2, optim__lr=1e30, optim__max_grad_norm=None
     )
-    with pytest.raises(WorkerError, match=r"step 2: loss .*gradient norm nan; the update was not made.*not finite here: model\."):
+    with pytest.raises(
+        WorkerError, match=r"step 2: loss .*gradient norm nan; the update was not made.*not finite here: model\."
+    ):
         train(path, 2)
 
 
