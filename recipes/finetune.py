@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     """Run one worker; on an error leave ``logs/rank-N.error`` in the run's folder and fail."""
     if len(arguments) != 1:
         raise SystemExit("usage: torchrun --nproc-per-node=N -m recipes.finetune RECIPE.yaml")
-    recipe = load_recipe(Path(arguments[0]))
+    recipe = load_recipe(arguments[0])
     folder = run_dir(recipe)
     try:
         _start(recipe)

@@ -67,6 +67,11 @@ class CPPreTrainedModel(PreTrainedModel):
         """How checkpoint tensors and parameters correspond."""
         raise NotImplementedError
 
+    @classmethod
+    def check_config(cls, config: PretrainedConfig) -> None:
+        """Refuse a config that this version would compute wrongly (``ValueError``)."""
+        raise NotImplementedError
+
     # Building.
 
     @classmethod

@@ -204,6 +204,6 @@ def double_backward_worker(rank: int, size: int) -> list[bool]:
 
 
 @pytest.mark.dist2
-@pytest.mark.xfail(strict=True, reason="double backward is silently wrong: fault 6 of the report")
+@pytest.mark.xfail(strict=True, reason="double backward is silently wrong")
 def test_double_backward_is_refused() -> None:
     assert run_distributed(double_backward_worker, 2) == [[True, True]] * 2

@@ -1,0 +1,1 @@
+"""Fine-tuning runs from strict YAML recipes: ``python -m recipes``."""
