@@ -1,0 +1,114 @@
+"""Each rule of ``recipes/rules.py`` by its message; the line of the key is in front of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.common.tiny import make_tiny_qwen3_moe
+from recipes.cli import CONFIGS
+from recipes.loader import RecipeError, load_recipe
+
+from .test_loader import QUICKSTART, line_of
+
+BIG = 10_000_000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["parallel.cp.size=3"], "parallel.cp.size", r"cp\.size=3 x dp_replicate=1 does not divide nproc=2; use nproc: 3"),
+        (["parallel.nproc=4", "parallel.dp_shard=4"], "parallel.dp_shard", "is 8, nproc is 4; use dp_shard: 2"),
+        (["train.global_batch=6"], "train.global_batch", "6 is not a multiple of micro_batch=4 x 1 data ranks; use 8"),
+        (["parallel.nproc=4"], "train.global_batch", "4 is not a multiple of micro_batch=4 x 2 data ranks; use 8"),
+        (["optim.warmup_steps=101"], "optim.warmup_steps", "101 exceeds train.steps=100"),
+        (["data.valid_fraction=0.0"], "train.eval_every", "validation needs data"),
+        (["data.source=nowhere.jsonl"], "data.source", "no such file"),
+        (["data.source=notes.pdf"], "data.source", "neither 'pydoc_topics' nor a .txt or .jsonl file"),
+        (["model.path=x"], "model.path", "belongs to init: pretrained"),
+        (["model.config={}"], "model.config", "init: random needs the model's sizes"),
+        (["data.tokenizer=model"], "data.tokenizer", "'model' needs a checkpoint"),
+        (["data.vocab_size=4096"], "data.vocab_size", "4096 exceeds model.config.vocab_size=2048"),
+        (["model.init=pretrained", "model.config={}"], "model.path", "needs the folder of a checkpoint"),
+        (["model.config.num_expert=4"], "model.config.num_expert", r"unknown key \(did you mean 'num_experts'\?\)"),
+        (["model.config.hidden_size=wide"], "model.config", "transformers refuses this config.*hidden_size"),
+        (["model.config.use_sliding_window=true"], "model.config", "sliding_window=4096 .*not available in this version"),
+        (["model.config.attention_dropout=0.1"], "model.config", "attention_dropout=0.1 is not available"),
+        (["data.seq_len=8192"], "data.seq_len", "8192 exceeds the model's max_position_embeddings=4096"),
+        (["parallel.cp.algorithm=hybrid"], "parallel.cp.algorithm", '"hybrid" is not available in this version; use all_g'),
+        (["parallel.cp.algorithm=ring"], "parallel.cp.algorithm", '"ring" is not available'),
+        (["parallel.cp.schedule=async"], "parallel.cp.schedule", '"async" is not available in this version; use sync'),
+        (["parallel.cp.load_balance=true"], "parallel.cp.load_balance", "true is not available in this version; use false"),
+        (["parallel.cp.kernel=flash"], "parallel.cp.kernel", '"flash" is not available in this version; use sdpa'),
+        (
+            ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"],
+            "parallel.cp.algorithm",
+            "num_key_value_heads=2 is not divisible by the ulysses degree 4: use algorithm 'all_gather', or a cp size of 1 "
+            r"or 2, or kv_head_policy='repeat' \(each kv head travels 2 times\)",
+        ),
+        (
+            ["parallel.cp.algorithm=ulysses", "parallel.nproc=3", "parallel.cp.size=3"],
+            "parallel.cp.algorithm",
+            "num_attention_heads=8 is not divisible by the ulysses degree 3: use algorithm 'all_gather', or a cp size of 1",
+        ),
+        (
+            ["parallel.cp.algorithm=ulysses", "parallel.cp.ulysses_degree=1"],
+            "parallel.cp.ulysses_degree",
+            r"1 with algorithm ulysses must be cp\.size=2",
+        ),
+        (["parallel.cp.per_layer={softmax: {algoritm: ulysses}}"], "parallel.cp.per_layer", "unknown field 'algoritm'"),
+    ],
+)  # fmt: skip
+def test_rule(overrides: list[str], path: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=rf"(?m)^(override '.*'|quickstart\.yaml:\d+)  {path}: .*{message}"):
+        load_recipe(QUICKSTART, overrides)
+
+
+def test_rule_says_the_line(tmp_path: Path) -> None:
+    text = QUICKSTART.read_text().replace("    size: 2\n", "    size: 3\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=rf"mine\.yaml:{line_of('size')}  parallel\.cp\.size"):
+        load_recipe(file)
+
+
+def test_kv_heads_may_be_repeated() -> None:
+    overrides = ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"]
+    assert load_recipe(QUICKSTART, [*overrides, "parallel.cp.kv_head_policy=repeat"]).parallel.cp.size == 4
+
+
+def test_empty_data_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(RecipeError, match=r"data\.source: .*empty\.jsonl is empty; put text into it"):
+        load_recipe(QUICKSTART, [f"data.source={tmp_path / 'empty.jsonl'}"])
+
+
+def test_finetune_recipe_with_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """The recipe for a checkpoint of one's own is right once its two paths exist."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "hello"}\n')
+    base = [f"model.path={checkpoint}", f"data.source={text}", "data.seq_len=2048"]
+    recipe = load_recipe(CONFIGS / "qwen3_moe" / "finetune.yaml", base)
+    assert recipe.parallel.cp.size == 8
+    cases = {
+        "data.tokenizer=train_bpe": "'train_bpe' does not fit trained weights",
+        "model.config={vocab_size: 97}": "belongs to init: random",
+        "parallel.cp.algorithm=ulysses": "num_key_value_heads=2 is not divisible by the ulysses degree 8",
+    }
+    for override, message in cases.items():
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(CONFIGS / "qwen3_moe" / "finetune.yaml", [*base, override])
+
+
+def test_checkpoint_of_another_family(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(RecipeError, match=r"holds a 'llama' checkpoint, model\.family is 'qwen3_moe'"):
+        load_recipe(
+            QUICKSTART, ["model.init=pretrained", "model.config={}", f"model.path={tmp_path}", "data.tokenizer=model"]
+        )
