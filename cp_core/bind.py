@@ -6,13 +6,14 @@ and says how many heads its own parameters hold: ``attention_heads() -> (q_heads
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from typing import Protocol
 
 from torch import nn
 
 from .attention import CPAttention
-from .config import ContextParallelConfig
+from .config import KINDS, ContextParallelConfig
 from .handoff import Handoff
 from .kernels import KERNELS
 from .report import ResolvedCP, format_report
@@ -50,6 +51,7 @@ def bind_context_parallel(
     config = config or ContextParallelConfig()
     declared: dict[str, str] = model.cp_mixers()  # type: ignore[operator]
     _refuse_undeclared(model, declared)
+    _refuse_unmatched(config, declared)
     records = [_bind_mixer(model.get_submodule(path), path, kind, topology, config) for path, kind in declared.items()]
     if topology.dp_cp.rank == 0:
         logger.info("context parallelism resolved:\n%s", format_report(records))
@@ -62,6 +64,16 @@ def _refuse_undeclared(model: nn.Module, declared: dict[str, str]) -> None:
         if isinstance(module, CPAttention) and owner not in declared:
             raise ValueError(
                 f"{owner or path}: a layer that mixes tokens is not declared in {type(model).__name__}.cp_mixers()"
+            )
+
+
+def _refuse_unmatched(config: ContextParallelConfig, declared: dict[str, str]) -> None:
+    """A kind may be absent from this model; a pattern that matches nothing is a mistake."""
+    for key in config.per_layer:
+        if key not in (*KINDS, *declared.values()) and not any(fnmatch.fnmatchcase(path, key) for path in declared):
+            kinds, first = " | ".join(sorted(set(declared.values()))), next(iter(declared), "none")
+            raise ValueError(
+                f"per_layer[{key!r}] matches no layer; this model has kinds {kinds} and paths such as {first!r}"
             )
 
 

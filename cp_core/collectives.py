@@ -72,15 +72,27 @@ def sum_values(x: Tensor, group: Group | None) -> Tensor:
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.args = (dim, group)
         stacked = all_gather_stacked(x, group)  # [P, ..., T, ...]
         return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        size = dist.get_world_size(ctx.group)
-        stacked = grad.unflatten(ctx.dim, (size, -1)).movedim(ctx.dim, 0)  # [P, ..., T, ...]
-        return reduce_scatter_stacked(stacked, ctx.group), None, None
+        return _ReduceScatterSequence.apply(grad, *ctx.args), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    """The gradient of a gather, and the other way round, so that second derivatives are right too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.args = (dim, group)
+        stacked = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)  # [P, ..., T, ...]
+        return reduce_scatter_stacked(stacked, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _GatherSequence.apply(grad, *ctx.args), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -92,7 +104,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim, group = ctx.args
-        return _exchange(grad, concat_dim, split_dim, group), None, None, None
+        return _AllToAll.apply(grad, concat_dim, split_dim, group), None, None, None
 
 
 def _exchange(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:

@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _PER_LAYER_KEYS = (
     "algorithm", "schedule", "ulysses_degree", "load_balance", "async_fallback", "kv_head_policy", "kernel",
 )  # fmt: skip
+KINDS = ("softmax", "mla", "dsa", "gdn", "kda")
 LINEAR_KINDS = ("gdn", "kda")  # recurrent mixers: their default algorithm is `linear_attention`
 
 
@@ -79,12 +80,23 @@ class ContextParallelConfig:
         degree = self.ulysses_degree
         if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
             raise ValueError(f"ulysses_degree={degree!r} must be a positive integer or None")
+        if not isinstance(self.load_balance, bool):
+            raise ValueError(f"load_balance={self.load_balance!r} must be True or False")
+        if not isinstance(self.per_layer, Mapping):
+            raise ValueError(f"per_layer={self.per_layer!r} must map layer kinds or path patterns to their settings")
         for key, fields in self.per_layer.items():
-            unknown = sorted(set(fields) - set(_PER_LAYER_KEYS))
-            if unknown:
-                raise ValueError(
-                    f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}"
-                )
+            self._check_layer(key, fields)
+
+    def _check_layer(self, key: str, fields: Mapping[str, Any]) -> None:
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"per_layer[{key!r}]={fields!r} must be a mapping such as {{'algorithm': 'ulysses'}}")
+        unknown = sorted(set(fields) - set(_PER_LAYER_KEYS))
+        if unknown:
+            raise ValueError(f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}")
+        try:
+            dataclasses.replace(self, per_layer={}, **fields)
+        except ValueError as error:
+            raise ValueError(f"per_layer[{key!r}]: {error}") from None
 
     def for_layer(self, path: str, kind: str) -> ContextParallelConfig:
         """The settings of one mixer: top level, overridden by its kind, overridden by patterns that match its path.

@@ -28,8 +28,8 @@ def find_rows(
         document_ids: ``[B, S]`` integers.
         cu_seqlens: ``[n + 1]`` integers, document borders over the B * S flattened tokens; a row's end is one too.
         attention_mask: ``[B, S]``, 1 or True on real tokens, 0 on padding.
-        position_ids: ``[B, S]``; looked at only when neither documents nor a mask are given: a position 0 after a
-            larger one starts a document, as transformers' packed format has it.
+        position_ids: ``[B, S]``; looked at only when neither documents nor a mask are given: a position 0 starts
+            a document, as in transformers' packed format.
 
     Raises:
         ValueError: contradicting or malformed descriptions, with the row and token.
@@ -50,7 +50,7 @@ def find_rows(
     elif position_ids is not None and attention_mask is None:
         positions = position_ids.detach().cpu()
         restart = torch.zeros_like(ids)
-        restart[:, 1:] = (positions[:, 1:] == 0) & (positions[:, :-1] > 0)
+        restart[:, 1:] = positions[:, 1:] == 0
         ids = restart.cumsum(1)
     padding = ids < 0
     if attention_mask is not None:

@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 Row = tuple[Segment, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceContext:
     """One batch's layout as this rank sees it. Immutable; never stored on a module.
 

@@ -9,6 +9,7 @@ contiguous slice.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import weakref
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ def shard_batch(
     Raises:
         ValueError: an unknown key, a wrong shape, contradicting documents, or ranks with different batches.
     """
+    batch = {key: value for key, value in batch.items() if value is not None}
     mesh = cp_submesh(cp_mesh)
     size, rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
     if mesh is not None:
@@ -184,15 +186,18 @@ def compare_batches(batch: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 
 def _fingerprint(x: Tensor | None) -> int:
-    if x is None:
-        return 0
+    if not isinstance(x, Tensor):
+        return hash(x is None)
     value = x.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode())
-    digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b"")
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
 def _check_shapes(batch: Mapping[str, Tensor]) -> Tensor:
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
     unknown = [key for key in batch if key not in _KEYS]
     if unknown:
         raise ValueError(f"shard_batch does not know {unknown[0]!r}; it takes {', '.join(_KEYS)}")

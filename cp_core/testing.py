@@ -94,13 +94,13 @@ def _wait(workers: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
             stacks = "\n".join(f"--- rank {rank}\n{_read(folder / f'stack.{rank}')}" for rank in alive)
             raise WorkerError(f"no end after {timeout:.0f} s; ranks {alive} still ran:\n{stacks}")
         time.sleep(0.005)
+    for rank, worker in enumerate(workers):  # one that was killed leaves no message; its peers' would mislead
+        if worker.exitcode not in (None, 0) and not (folder / f"error.{rank}").exists():
+            raise WorkerError(f"rank {rank} died with exit code {worker.exitcode}\n{_read(folder / f'stack.{rank}')}")
     errors = [(path.stat().st_mtime_ns, path) for path in folder.glob("error.*")]
     if errors:
         first = min(errors)[1]
         raise WorkerError(f"rank {first.suffix[1:]} raised:\n{_read(first)}")
-    for rank, worker in enumerate(workers):
-        if worker.exitcode != 0:
-            raise WorkerError(f"rank {rank} died with exit code {worker.exitcode}\n{_read(folder / f'stack.{rank}')}")
 
 
 def _read(path: Path) -> str:

@@ -24,6 +24,10 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        """Itself: a copy of a model (such as an average of weights) talks over the same groups."""
+        return self
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -34,6 +38,10 @@ class Topology:
     dp: Axis = Axis()
     dp_cp: Axis = Axis()
     fsdp_mesh: DeviceMesh | None = None
+
+    def __deepcopy__(self, memo: object) -> Topology:
+        """Itself; see ``Axis``."""
+        return self
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | None) -> Topology:

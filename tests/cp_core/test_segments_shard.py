@@ -128,7 +128,6 @@ def test_positions_that_do_not_restart_are_one_document() -> None:
         assert find_rows(1, 4, position_ids=torch.tensor([positions])) == ((Segment(0, 4),),)
 
 
-@pytest.mark.xfail(strict=True, reason="a packed document of one token joins the next")
 def test_restarting_positions_with_a_document_of_one_token() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1]])  # documents of 3, 1 and 2 tokens
     assert find_rows(1, 6, position_ids=positions) == ((Segment(0, 3), Segment(3, 4), Segment(4, 6)),)

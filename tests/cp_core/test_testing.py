@@ -104,7 +104,6 @@ def test_a_rank_that_dies(by: str, code: str) -> None:
 
 
 @pytest.mark.dist2
-@pytest.mark.xfail(strict=True, reason="the peer's 'connection closed' hides the rank that died")
 def test_a_rank_that_dies_while_others_wait() -> None:
     with pytest.raises(WorkerError, match="rank 1 died with exit code 7"):
         run_distributed(dies_while_others_wait_worker, 2)
