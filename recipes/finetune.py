@@ -6,13 +6,15 @@ It reads top to bottom as the list of steps: processes, mesh, data, model, optim
 from __future__ import annotations
 
 import datetime
+import fcntl
 import logging
 import os
 import random
 import sys
+import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from .build import build_mesh, build_model
 from .checkpoint import CheckpointFolder, write_atomically
 from .data import build_datasets
 from .export import export_hf
+from .launch import die_with_parent
 from .loader import load_recipe, run_dir
 from .loop import Run, train
 from .metrics import read_metrics
@@ -54,6 +57,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _start(recipe: Recipe) -> None:
+    die_with_parent()
     device = local_device()
     logging.basicConfig(level=logging.WARNING)
     if recipe.train.threads is not None:
@@ -75,6 +79,7 @@ def work(recipe: Recipe, folder: Path) -> None:
     """
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
+    lock = lock_folder(folder) if first else None  # held until the process ends
     mesh = build_mesh(recipe, device_type())
 
     if first:
@@ -103,6 +108,7 @@ def work(recipe: Recipe, folder: Path) -> None:
     if recipe.export.hf:
         export_hf(run)
     dist.barrier()
+    del lock
 
 
 def summary(events: list[dict[str, Any]]) -> str:
@@ -115,6 +121,32 @@ def summary(events: list[dict[str, Any]]) -> str:
     if "unigram_cross_entropy" in start:
         text += f" (unigram cross entropy of the valid set: {start['unigram_cross_entropy']:.3f})"
     return text
+
+
+def lock_folder(folder: Path, patience: float = 10.0) -> TextIO:
+    """Make sure that no other run writes to ``folder``; the lock goes with the returned file.
+
+    Args:
+        folder: the run's folder.
+        patience: seconds to wait for a run that is just ending.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / "lock", "a+")  # noqa: SIM115 - its life is the lock's
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{folder}: another run is writing here; wait for it, or set another run_dir"
+                ) from None
+            time.sleep(0.2)
+    return file
 
 
 def _leave_message(folder: Path, error: BaseException) -> None:

@@ -6,7 +6,9 @@ worker that fails leaves ``logs/rank-N.error``; the launcher shows the first of 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +49,7 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
         "-m", "recipes.finetune", str(resolved),
     ]  # fmt: skip
     with open(logs / "stderr.log", "w") as log:  # torchrun repeats a failure at length; failure_message is shorter
-        worker = subprocess.Popen(command, env=environment, stderr=log)
+        worker = subprocess.Popen(command, env=environment, stderr=log, preexec_fn=die_with_parent)
         try:
             code = worker.wait()
         except KeyboardInterrupt:
@@ -58,6 +60,13 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
     if code != 0:
         print(failure_message(logs, code), file=sys.stderr)
     return code
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when its parent dies, even by SIGKILL; torchrun's workers would live on as orphans."""
+    if sys.platform == "linux":
+        parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(parent_death_signal, signal.SIGKILL)
 
 
 def process_count(recipe: Recipe) -> int:

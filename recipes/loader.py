@@ -2,16 +2,18 @@
 
 A message reads ``quickstart.yaml:12  parallel.cp.algorithm: 'ulyses' is not one of ... (did you mean 'ulysses'?)``:
 where, what was read, what is legal, what to do. Types are strict (no ``true`` for 1, no ``2.5`` for an integer), but
-``1e-5``, which YAML takes for text, is a number here.
+``1e-5``, which YAML takes for text, is a number here. What YAML 1.1 reads otherwise than it looks (``0100`` is 64,
+``1:30`` is 90) is refused.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,93 +21,127 @@ from pydantic import BaseModel, ValidationError
 from .rules import check_rules, suggest
 from .schema import Recipe
 
-Keys = tuple[str, ...]
-_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+_TAG = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(0|[1-9][0-9_]*)")
+_MISREAD = "is a number that YAML reads otherwise than it looks; write it in decimal, or in quotes if it is text"
 
 
 class RecipeError(ValueError):
-    """Everything that is wrong with a recipe; one problem a line."""
+    """Everything that is wrong with a recipe; one problem a line, in the order of the file, then of the overrides."""
+
+
+class _Place(NamedTuple):
+    order: int
+    name: str
 
 
 class _Source:
-    """The values of a recipe and where each was written."""
+    """The values of a recipe, and where each dotted path was written."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.places: dict[Keys, str] = {(): file.name}
-        self.problems: list[str] = []
         self.values: dict[str, Any] = {}
+        self.places = {"": _Place(1, f"{file.name}:1")}
+        self.problems: list[tuple[_Place, str]] = []
+        self._override: _Place | None = None  # the one being read
+        self._collections: set[int] = set()
+
+    def report(self, path: str, message: str) -> None:
+        """Note a problem at the nearest enclosing thing that was written."""
+        known = path
+        while known not in self.places:
+            known = known.rpartition(".")[0]
+        self.problems.append((self.places[known], f"{path}: {message}" if path else message))
 
     def read(self) -> None:
+        """Read the file.
+
+        Raises:
+            RecipeError: there is no YAML mapping to go on with.
+        """
         try:
-            node = yaml.compose(self.file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        except OSError as error:
-            raise RecipeError(
-                f"{self.file}: cannot be read ({error.strerror}); `python -m recipes list` shows recipes"
-            ) from None
-        except UnicodeDecodeError:
-            raise RecipeError(f"{self.file}: is not UTF-8 text") from None
+            text = self.file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read ({error})"
+            raise RecipeError(f"{self.file}: {why}; `python -m recipes list` shows recipes") from None
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            if not isinstance(node, yaml.MappingNode):
+                what = "the file is empty" if node is None else "this is none"
+                raise RecipeError(f"{self.file.name}:1  a recipe is a mapping of sections (name:, model:, ...); {what}")
+            self.values = self._mapping(node, "")
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            where = f"{self.file.name}:{mark.line + 1}" if mark else self.file.name
-            raise RecipeError(f"{where}  not YAML: {getattr(error, 'problem', None) or error}") from None
-        if not isinstance(node, yaml.MappingNode):
-            raise RecipeError(f"{self.file.name}  a recipe is a mapping of sections (name:, model:, data:, ...)")
-        self.values = self._mapping(node, ())
+            why = getattr(error, "problem", None) or " ".join(str(error).split())
+            raise RecipeError(f"{self.file.name}:{mark.line + 1 if mark else 1}  not YAML: {why}") from None
+        except RecursionError:
+            raise RecipeError(f"{self.file.name}:1  is nested too deeply for a recipe") from None
 
-    def _mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            here = (*path, key)
-            line = f"{self.file.name}:{key_node.start_mark.line + 1}"
-            if key in result:
-                self.problems.append(f"{line}  {'.'.join(here)}: is given twice (first: {self.places[here]}); keep one")
-                continue
-            self.places[here] = line
-            result[key] = self._value(value_node, here)
-        return result
-
-    def _value(self, node: yaml.Node, path: Keys) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._value(item, (*path, str(index))) for index, item in enumerate(node.value)]
-        try:
-            return _scalar(node)
-        except (ValueError, yaml.YAMLError) as error:
-            self.problems.append(f"{self.places.get(path, self.file.name)}  {'.'.join(path)}: {error}")
-            return None
-
-    def override(self, text: str) -> None:
-        place = f"override '{text}'"
-        dotted, equals, value = text.partition("=")
-        path = tuple(dotted.strip().split("."))
-        if not equals or not all(path):
-            self.problems.append(f"{place}  must have the form a.b=value")
+    def override(self, order: int, text: str) -> None:
+        """Apply one ``a.b=c``."""
+        self._override = place = _Place(order, f"override '{text}'")
+        path, equals, value = text.partition("=")
+        path = path.strip()
+        keys = path.split(".")
+        if not equals or not all(keys):
+            self.problems.append((place, "must have the form a.b=value"))
             return
+        self.places = {known: at for known, at in self.places.items() if not f"{known}.".startswith(f"{path}.")}
+        self.places[path] = place
         try:
-            node = yaml.compose(value, Loader=yaml.SafeLoader) if value.strip() else None
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
             parsed = None if node is None else self._value(node, path)
-        except yaml.YAMLError:
-            self.problems.append(f"{place}  the value is not YAML; put it in quotes")
+        except (yaml.YAMLError, RecursionError):
+            self.problems.append((place, "the value is not YAML; put it in quotes"))
             return
         target = self.values
-        for depth, section in enumerate(path[:-1]):
-            inner = target.setdefault(section, {})
+        for depth, key in enumerate(keys[:-1], 1):
+            section = ".".join(keys[:depth])
+            self.places.setdefault(section, place)
+            inner = target.setdefault(key, {})
             if not isinstance(inner, dict):
-                self.problems.append(f"{place}  {'.'.join(path[: depth + 1])} is a value, not a section")
+                self.problems.append((place, f"{section} is a value, not a section"))
                 return
             target = inner
-        target[path[-1]] = parsed
-        self.places = {known: where for known, where in self.places.items() if known[: len(path)] != path}
-        self.places[path] = place
+        target[keys[-1]] = parsed
 
-    def place(self, path: Keys) -> str:
-        """Where the nearest enclosing thing that was written stands."""
-        while path not in self.places:
-            path = path[:-1]
-        return self.places[path]
+    def _value(self, node: yaml.Node, path: str) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                return _scalar(node)
+            except ValueError as error:
+                self.report(path, str(error))
+                return None
+        if id(node) in self._collections:  # else a few lines of aliases make a recipe without end
+            self.report(path, "an alias (*) of a whole section is not read; write it out")
+            return None
+        self._collections.add(id(node))
+        kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
+        if node.tag != _TAG + kind:
+            self.report(path, f"the tag {node.tag.replace(_TAG, '!!')} is not read; a recipe is plain data")
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        return [self._value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            place = self._override or _Place(line, f"{self.file.name}:{line}")
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _TAG + "merge":
+                what = f"{path}: " if path else ""
+                self.problems.append((place, f"{what}a key is one word, neither a list nor '<<'; write the keys out"))
+                continue
+            key = key_node.value
+            here = f"{path}.{key}" if path else key
+            if key in result:
+                self.problems.append((place, f"{here}: is given twice (first: {self.places[here].name}); keep one"))
+                continue
+            self.places[here] = place
+            result[key] = self._value(value_node, here)
+        return result
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, rules: bool = True) -> Recipe:
@@ -121,28 +157,36 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, rules: bool 
     """
     source = _Source(Path(path))
     source.read()
-    for text in overrides:
-        source.override(text)
+    for index, text in enumerate(overrides):
+        source.override(10**9 + index, text)  # after every line of the file
     recipe = None
     try:
         # JSON mode is strict where it matters and still takes a list for a tuple.
-        recipe = Recipe.model_validate_json(json.dumps(source.values, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(source.values), strict=True)
     except ValidationError as error:
+        reported = {text.partition(":")[0] for _, text in source.problems}  # null stands for a value not understood
         for item in error.errors(include_url=False):
             where = tuple(str(part) for part in item["loc"])
-            source.problems.append(f"{source.place(where)}  {'.'.join(where)}: {_explain(dict(item), where)}")
+            if ".".join(where) not in reported:
+                source.report(".".join(where), _explain(dict(item), where))
     if recipe is not None and rules:
-        source.problems += [
-            f"{source.place(tuple(p.path.split('.')))}  {p.path}: {p.message}" for p in check_rules(recipe)
-        ]
+        for problem in check_rules(recipe):
+            source.report(*problem)
     if source.problems or recipe is None:
-        raise RecipeError("\n".join(source.problems))
+        raise RecipeError("\n".join(f"{place.name}  {text}" for place, text in sorted(source.problems, key=_order)))
     return recipe
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text that this loader would take for a number is quoted."""
+
+
+_Dumper.add_implicit_resolver(_TAG + "float", re.compile(rf"(?:{_EXPONENT.pattern})$"), list("+-.0123456789"))
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML; loads again to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def run_dir(recipe: Recipe) -> Path:
@@ -150,32 +194,60 @@ def run_dir(recipe: Recipe) -> Path:
     return Path(recipe.run_dir.replace("{name}", recipe.name))
 
 
-def _scalar(node: yaml.Node) -> Any:
-    if node.tag.endswith(":str") and getattr(node, "style", None) is None and _FLOAT.fullmatch(node.value):
-        return float(node.value)
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_object(node)
-    finally:
-        loader.dispose()
+def _order(problem: tuple[_Place, str]) -> int:
+    return problem[0].order
 
 
-def _explain(item: dict[str, Any], where: Keys) -> str:
+def _scalar(node: yaml.ScalarNode) -> Any:
+    """One plain value.
+
+    Raises:
+        ValueError: what it is instead.
+    """
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("holds half of a surrogate pair, which is no text")
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in yaml.SafeLoader.bool_values:
+        return yaml.SafeLoader.bool_values[text.lower()]
+    if kind == "int":
+        if not _DECIMAL.fullmatch(text):
+            raise ValueError(f"{text!r} {_MISREAD}")
+        if len(text) > 19:
+            raise ValueError(f"{text} is too large")
+        return int(text.replace("_", ""))
+    if kind == "float" or (kind == "str" and node.style is None and _EXPONENT.fullmatch(text)):
+        if ":" in text:
+            raise ValueError(f"{text!r} {_MISREAD}")
+        number = float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+        if not math.isfinite(number):
+            raise ValueError(f"{text} is not a finite number")
+        return number
+    if kind in ("str", "timestamp"):
+        return text
+    raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not read; a recipe is plain data")
+
+
+def _explain(item: dict[str, Any], where: tuple[str, ...]) -> str:
     kind, value = item["type"], item["input"]
     parent = _model_at(where[:-1])
     if kind == "extra_forbidden":
         return f"unknown key{suggest(where[-1], list(parent.model_fields) if parent else [])}"
     if kind == "missing":
         return "is required and not given"
-    shown = "null" if value is None else repr(value)
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     if kind == "literal_error" and parent is not None:
         choices = [choice for choice in get_args(parent.model_fields[where[-1]].annotation) if isinstance(choice, str)]
         return f"{shown} is not one of {' | '.join(choices)}{suggest(str(value), choices)}"
-    message = item["msg"]
-    return f"got {shown}: {message[0].lower()}{message[1:]}"
+    if kind in ("model_type", "dict_type"):
+        return f"got {shown}: this is a section; give its keys, or leave it out"
+    message = item["msg"].removeprefix("Value error, ")
+    hint = " (in quotes)" if kind == "string_type" and not isinstance(value, (list, dict)) else ""
+    return f"got {shown}: {message[0].lower()}{message[1:]}{hint}"
 
 
-def _model_at(path: Keys) -> type[BaseModel] | None:
+def _model_at(path: tuple[str, ...]) -> type[BaseModel] | None:
     """The section's class at a path of the schema; None where there is none."""
     model: type[BaseModel] = Recipe
     for part in path:

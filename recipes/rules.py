@@ -1,17 +1,25 @@
 """Rules that need more than one field of a recipe, a file, or the model's config. All run before any process starts.
 
 Each rule yields ``Problem(path, message)``: what was read, what is legal, what to do. The loader adds the line.
+Rules about the model build it once without memory (on the meta device), so what the model refuses is refused here.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .schema import Recipe
+
+if TYPE_CHECKING:
+    from cp_core import ContextParallelConfig
+    from cp_core.strategies import MixerFacts
 
 
 class Problem(NamedTuple):
@@ -21,27 +29,40 @@ class Problem(NamedTuple):
     message: str
 
 
-# What the schema can say and this version cannot do. Rows go when the feature comes.
-NOT_AVAILABLE: tuple[tuple[str, Callable[[Recipe], Any], tuple[Any, ...], str], ...] = (
-    ("parallel.cp.algorithm", lambda r: r.parallel.cp.algorithm, ("hybrid", "ring"), "all_gather or ulysses"),
-    ("parallel.cp.schedule", lambda r: r.parallel.cp.schedule, ("async",), "sync"),
-    ("parallel.cp.load_balance", lambda r: r.parallel.cp.load_balance, (True,), "false"),
-    ("parallel.cp.kernel", lambda r: r.parallel.cp.kernel, ("flex", "npu_flash", "flash"), "sdpa"),
+VERSION = "0.1.0"
+# What the schema can say and this version cannot do: (field of parallel.cp, values, what to use). Top level and
+# per_layer alike. Rows go when the feature comes.
+NOT_AVAILABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("algorithm", ("hybrid", "ring"), "all_gather or ulysses"),
+    ("schedule", ("async",), "sync"),
+    ("load_balance", (True,), "false"),
+    ("kernel", ("flex", "npu_flash", "flash"), "sdpa"),
 )
+# Keys of an HF config that a recipe says elsewhere; in model.config they would be ignored.
+SAID_ELSEWHERE = {
+    "model_type": "model.family",
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "output_router_logits": "model.output_router_logits",
+}
+MOST_LAYERS = 1000  # a typing mistake in num_hidden_layers must not build a million layers
 
 
-def check_rules(recipe: Recipe) -> Iterator[Problem]:
+def check_rules(recipe: Recipe) -> list[Problem]:
     """Every problem that any rule finds."""
-    for rule in RULES:
-        yield from rule(recipe)
+    return [problem for rule in RULES for problem in rule(recipe)]
 
 
 def available(recipe: Recipe) -> Iterator[Problem]:
     """Only what this version has."""
-    for path, read, missing, instead in NOT_AVAILABLE:
-        value = read(recipe)
-        if value in missing:
-            yield Problem(path, f"{json.dumps(value)} is not available in this version; use {instead}")
+    cp = recipe.parallel.cp
+    places = {"parallel.cp": cp.model_dump(exclude={"per_layer"})}
+    places |= {f"parallel.cp.per_layer.{key}": fields for key, fields in cp.per_layer.items()}
+    for place, fields in places.items():
+        for field, missing, instead in NOT_AVAILABLE:
+            if fields.get(field) in missing:
+                text = f"{json.dumps(fields[field])} is not available in this version ({VERSION}): use {instead}"
+                yield Problem(f"{place}.{field}", text)
 
 
 def mesh_sizes(recipe: Recipe) -> Iterator[Problem]:
@@ -60,13 +81,12 @@ def mesh_sizes(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "parallel.dp_shard",
             f"dp_replicate={parallel.dp_replicate} x dp_shard={parallel.dp_shard} x cp.size={parallel.cp.size} is "
-            f"{fixed * parallel.dp_shard}, nproc is {parallel.nproc}; use dp_shard: {parallel.nproc // fixed}, or leave "
-            "it out",
+            f"{fixed * parallel.dp_shard}, nproc is {parallel.nproc}; use dp_shard: {parallel.nproc // fixed} or none",
         )
 
 
 def batch_sizes(recipe: Recipe) -> Iterator[Problem]:
-    """A global batch is whole micro-batches of all data ranks."""
+    """A global batch is whole micro-batches of all data ranks (of dp_replicate alone while dp_shard is not known)."""
     parallel, train = recipe.parallel, recipe.train
     shards = parallel.dp_shard
     if shards is None:
@@ -92,17 +112,17 @@ def schedule(recipe: Recipe) -> Iterator[Problem]:
 
 
 def data_files(recipe: Recipe) -> Iterator[Problem]:
-    """The text is there."""
-    source = recipe.data.source
-    if source == "pydoc_topics":
-        return
-    path = Path(source)
-    if path.suffix not in (".txt", ".jsonl"):
-        yield Problem("data.source", f"{source!r} is neither 'pydoc_topics' nor a .txt or .jsonl file")
-    elif not path.is_file():
-        yield Problem("data.source", f"{source}: no such file; give the path of a .txt or .jsonl file")
-    elif not path.stat().st_size:
-        yield Problem("data.source", f"{source} is empty; put text into it or choose another file")
+    """The text and the tokenizer are there. (os.path, for Path raises on names that are too long.)"""
+    source, tokenizer = recipe.data.source, recipe.data.tokenizer
+    if source != "pydoc_topics":
+        if not source.endswith((".txt", ".jsonl")):
+            yield Problem("data.source", f"{source!r} is neither 'pydoc_topics' nor a .txt or .jsonl file")
+        elif not os.path.isfile(source):
+            yield Problem("data.source", f"{source}: no such file; give the path of a .txt or .jsonl file")
+        elif not os.path.getsize(source):
+            yield Problem("data.source", f"{source} is empty; put text into it or choose another file")
+    if tokenizer not in ("model", "train_bpe") and not os.path.isdir(tokenizer):
+        yield Problem("data.tokenizer", f"{tokenizer!r} is neither 'model' nor 'train_bpe' nor a tokenizer's folder")
 
 
 def model_source(recipe: Recipe) -> Iterator[Problem]:
@@ -111,7 +131,7 @@ def model_source(recipe: Recipe) -> Iterator[Problem]:
     if model.init == "pretrained":
         if model.path is None:
             yield Problem("model.path", "init: pretrained needs the folder of a checkpoint; or use init: random")
-        elif not (Path(model.path) / "config.json").is_file():
+        elif not os.path.isfile(os.path.join(model.path, "config.json")):
             yield Problem("model.path", f"{model.path} is no folder with a config.json; give an HF checkpoint")
         if model.config:
             yield Problem("model.config", "belongs to init: random; a checkpoint brings its own config, leave it out")
@@ -125,87 +145,150 @@ def model_source(recipe: Recipe) -> Iterator[Problem]:
     if data.tokenizer == "model":
         yield Problem("data.tokenizer", "'model' needs a checkpoint; with init: random use 'train_bpe' or a folder")
     vocab = model.config.get("vocab_size")
-    if data.tokenizer == "train_bpe" and isinstance(vocab, int) and vocab < data.vocab_size:
+    if data.tokenizer == "train_bpe" and type(vocab) is int and vocab < data.vocab_size:
         yield Problem("data.vocab_size", f"{data.vocab_size} exceeds model.config.vocab_size={vocab}; make them equal")
 
 
-def model_config(recipe: Recipe) -> Iterator[Problem]:
-    """The config is one of the family, and the sequence and heads fit it."""
-    config = None
-    try:
-        config, problems = _read_config(recipe)
-        yield from problems
-    except Exception as error:  # transformers validates with many exception types; each is the user's to read
-        where = "model.config" if recipe.model.init == "random" else "model.path"
-        yield Problem(where, f"transformers refuses this config: {' '.join(str(error).split())}")
-    if config is None:
-        return
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit and recipe.data.seq_len > limit:
-        yield Problem(
-            "data.seq_len",
-            f"{recipe.data.seq_len} exceeds the model's max_position_embeddings={limit}; use a shorter sequence, or a "
-            "checkpoint (model.config) with rope_parameters that reach so far (yarn) and a larger limit",
-        )
-    yield from _check_heads(recipe, config.num_attention_heads, config.num_key_value_heads)
-
-
-def _read_config(recipe: Recipe) -> tuple[Any | None, list[Problem]]:
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def model_build(recipe: Recipe) -> Iterator[Problem]:
+    """The config is one of the family, it builds a model, and the sequence and the CP settings fit that model."""
+    import torch
 
     from models.auto import FAMILIES
 
-    section = recipe.model
-    if section.init == "pretrained":
-        folder = Path(section.path or "")
-        if section.path is None or not (folder / "config.json").is_file():
-            return None, []
-        family = json.loads((folder / "config.json").read_text()).get("model_type")
-        if family != section.family:
-            text = f"{folder} holds a {family!r} checkpoint, model.family is {section.family!r}"
-            return None, [Problem("model.path", f"{text}; the zoo has {' | '.join(FAMILIES)}")]
-        config = AutoConfig.from_pretrained(folder)
-    else:
-        if not section.config:
-            return None, []
-        default = CONFIG_MAPPING[section.family]()
-        known = {*default.to_dict(), *default.attribute_map, "head_dim", "rope_theta", "rope_scaling"}
-        unknown = [key for key in section.config if key not in known]
-        if unknown:
-            return None, [Problem(f"model.config.{key}", f"unknown key{suggest(key, known)}") for key in unknown]
-        config = AutoConfig.for_model(section.family, **section.config)
-    FAMILIES[section.family].check_config(config)
-    return config, []
-
-
-def _check_heads(recipe: Recipe, q_heads: int, kv_heads: int) -> Iterator[Problem]:
-    from cp_core import ContextParallelConfig
-    from cp_core.strategies import MixerFacts
-    from cp_core.strategies.compose import check_heads
-
-    cp = recipe.parallel.cp
-    if cp.size == 1 or cp.algorithm != "ulysses":
-        return
-    if cp.ulysses_degree not in (None, cp.size):
-        text = f"{cp.ulysses_degree} with algorithm ulysses must be cp.size={cp.size}; leave it out"
-        yield Problem("parallel.cp.ulysses_degree", text)
+    random = recipe.model.init == "random"
+    problems = list(_config_keys(recipe) if random else _checkpoint_family(recipe))
+    if problems or not (recipe.model.config if random else recipe.model.path):
+        yield from problems
         return
     try:
-        config = ContextParallelConfig(algorithm="ulysses", kv_head_policy=cp.kv_head_policy)
-        check_heads(config, MixerFacts("model", "softmax", q_heads, kv_heads), cp.size)
-    except ValueError as error:
-        yield Problem("parallel.cp.algorithm", str(error).removeprefix("model: "))
+        config = _build_config(recipe)
+        if config is None:
+            return
+        with torch.device("meta"):
+            model = FAMILIES[recipe.model.family](config)
+    except Exception as error:  # configs and layers raise many types; each is the user's to read
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        text = f"no model can be built from this config: {kind}{' '.join(str(error).split())}"
+        yield Problem("model.config" if random else "model.path", text)
+        return
+    yield from _sequence_length(recipe, config)
+    yield from _cp_of_layers(recipe, model)
 
 
-def per_layer(recipe: Recipe) -> Iterator[Problem]:
-    """``per_layer`` entries are what the core takes."""
+def _config_keys(recipe: Recipe) -> Iterator[Problem]:
+    """Known keys, and sizes that are sizes."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[recipe.model.family]()
+    known = {*default.to_dict(), *default.attribute_map, "head_dim", "rope_theta", "rope_scaling", "torch_dtype"}
+    for key, value in recipe.model.config.items():
+        path = f"model.config.{key}"
+        if key not in known or key.startswith("_"):
+            public = [name for name in known if not name.startswith("_")]
+            yield Problem(path, f"unknown key{suggest(key, public)}; legal are the keys of {type(default).__name__}")
+        elif key in SAID_ELSEWHERE:
+            yield Problem(path, f"is said by {SAID_ELSEWHERE[key]}; leave it out here")
+        elif type(value) is int and (key.startswith(("num_", "max_pos")) or key.endswith(("_size", "_dim", "_step"))):
+            least = 0 if key in ("num_experts", "num_local_experts") else 1  # no experts: every layer is dense
+            most = MOST_LAYERS if key == "num_hidden_layers" else None
+            if value < least or (most is not None and value > most):
+                limits = f"at least {least}" if most is None else f"{least} to {most}"
+                yield Problem(path, f"got {value}, legal is {limits}")
+
+
+def _checkpoint_family(recipe: Recipe) -> Iterator[Problem]:
+    file = os.path.join(recipe.model.path or "", "config.json")
+    if recipe.model.path is None or not os.path.isfile(file):
+        return  # model_source says so
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        yield Problem("model.path", f"{file} cannot be read as JSON: {error}; give an HF checkpoint")
+        return
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family != recipe.model.family:
+        text = f"{recipe.model.path} holds a {family!r} checkpoint, model.family is {recipe.model.family!r}"
+        yield Problem("model.path", f"{text}; make them agree")
+
+
+def _build_config(recipe: Recipe) -> Any | None:
+    from transformers import AutoConfig
+
+    if recipe.model.init == "random":
+        return AutoConfig.for_model(recipe.model.family, **recipe.model.config)
+    if not os.path.isfile(os.path.join(recipe.model.path or "", "config.json")):
+        return None
+    return AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
+
+
+def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:
+    """Positions beyond what the model was made for need scaled rotary embeddings."""
+    limit, rope = config.max_position_embeddings, config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":  # it reaches further than the config's own number
+        limit = max(limit, int(rope.get("factor", 1.0) * rope.get("original_max_position_embeddings", limit)))
+    if recipe.data.seq_len <= limit:
+        return
+    factor = float(math.ceil(recipe.data.seq_len / config.max_position_embeddings))
+    where = "model.config" if recipe.model.init == "random" else "the checkpoint's config.json"
+    yield Problem(
+        "data.seq_len",
+        f"{recipe.data.seq_len} exceeds the model's {limit} positions (max_position_embeddings="
+        f"{config.max_position_embeddings}); use a shorter sequence, or scale the rotary embedding in {where}: "
+        f"rope_parameters: {{rope_type: yarn, factor: {factor}, rope_theta: {rope.get('rope_theta')}, "
+        f"original_max_position_embeddings: {config.max_position_embeddings}}}",
+    )
+
+
+def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
+    """What binding would refuse, with the very heads of each layer; layers that are alike are named once."""
+    from cp_core.config import KINDS
+    from cp_core.strategies import MixerFacts
+
     from .build import cp_config
 
+    cp, mixers, per_layer = recipe.parallel.cp, model.cp_mixers(), "parallel.cp.per_layer"
+    if any(available(recipe)):
+        return
+    found: dict[Problem, None] = {}  # an ordered set
     try:
-        cp_config(recipe)
+        config = cp_config(recipe)
+        for key in cp.per_layer:
+            if key not in (*KINDS, *mixers.values()) and not any(fnmatch.fnmatchcase(path, key) for path in mixers):
+                kinds = " | ".join(sorted(set(mixers.values())))
+                text = f"matches no layer; this model has the kinds {kinds} and paths such as {next(iter(mixers), '')}"
+                found[Problem(f"{per_layer}.{key}", text)] = None
+        for path, kind in mixers.items():
+            chosen = config.for_layer(path, kind)
+            facts = MixerFacts(path, kind, *model.get_submodule(path).attention_heads())
+            for field, text in _layer_mistakes(chosen, facts, cp.size):
+                same = getattr(chosen, field) == getattr(cp, field)
+                found[Problem(f"parallel.cp.{field}" if same else per_layer, text)] = None
     except ValueError as error:
-        yield Problem("parallel.cp.per_layer", str(error))
+        found[Problem(per_layer, str(error))] = None
+    yield from found
+
+
+def _layer_mistakes(chosen: ContextParallelConfig, facts: MixerFacts, size: int) -> Iterator[tuple[str, str]]:
+    """The field of the config and the message."""
+    from cp_core.kernels import KERNELS
+    from cp_core.strategies import STRATEGIES
+    from cp_core.strategies.compose import check_heads
+
+    algorithm, degree = chosen.algorithm, chosen.ulysses_degree
+    known = [name for kind, name in STRATEGIES if kind == facts.kind and name != "local"]
+    if chosen.kernel not in KERNELS:
+        yield "kernel", f"{chosen.kernel!r} is not one of {' | '.join(KERNELS)}"
+    if algorithm not in known:
+        yield "algorithm", f"{algorithm!r} is not one of {' | '.join(known)}{suggest(algorithm, known)}"
+    if algorithm == "all_gather" and degree is not None:
+        yield "ulysses_degree", f"{degree} has no meaning with algorithm all_gather; leave it out"
+    if algorithm == "ulysses" and degree not in (None, size):
+        yield "ulysses_degree", f"{degree} with algorithm ulysses must be cp.size={size}; leave it out"
+    elif algorithm == "ulysses" and size > 1:
+        try:
+            check_heads(chosen, facts, size)
+        except ValueError as error:
+            yield "algorithm", str(error).removeprefix(f"{facts.path}: ")
 
 
 def suggest(text: str, choices: Iterable[str]) -> str:
@@ -214,6 +297,6 @@ def suggest(text: str, choices: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    available, mesh_sizes, batch_sizes, schedule, data_files, model_source, model_config, per_layer,
+RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
+    available, mesh_sizes, batch_sizes, schedule, data_files, model_source, model_build,
 )  # fmt: skip

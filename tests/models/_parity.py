@@ -181,7 +181,7 @@ def alone(
             aux = load_balancing_loss_func(by_layer, model.config.num_experts, model.config.num_experts_per_tok)
         loss = loss + model.config.router_aux_loss_coef * aux * (1 if items is None else count / items)
     loss.backward()
-    return Outcome(loss.item(), None if aux is None else float(aux), logits, gradients(model))
+    return Outcome(loss.item(), None if aux is None else aux.item(), logits, gradients(model))
 
 
 def aux_by_hand(router_logits: Iterable[Tensor], top_k: int) -> Tensor:

@@ -262,5 +262,3 @@ def test_isolation_one_process() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_isolation(size: int) -> None:
     run_distributed(isolation_worker, size, checkpoint(), checkpoint(mlp_only_layers=[0, 1]), preload=PRELOAD)
-
-

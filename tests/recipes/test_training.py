@@ -17,6 +17,8 @@ import torch
 
 from cp_core.testing import WorkerError, run_distributed
 
+from recipes.finetune import lock_folder
+
 from ._training import PRELOAD, losses, run_worker, write_corpus, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +152,7 @@ def test_killed_run_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None:
             time.sleep(0.05)
         time.sleep(0.37)
     finally:
-        os.killpg(job.pid, signal.SIGKILL)
+        job.kill()  # the launcher alone: torchrun and the workers must go with it
         job.wait()
     latest = (checkpoints / "latest").read_text()
     step = int(latest.removeprefix("step-"))
@@ -196,6 +198,14 @@ def test_rank_that_raises_ends_the_job_with_its_message(tmp_path: Path) -> None:
     assert job.returncode not in (0, -9)
     assert "disk on fire on this rank" in err
     assert "rank 1 failed first" in err
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run: another run is writing here; wait for it, or set another run_dir"):
+        lock_folder(tmp_path / "run", patience=0.3)
+    lock.close()
+    lock_folder(tmp_path / "run", patience=0.0).close()
 
 
 @pytest.mark.dist2
