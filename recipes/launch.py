@@ -63,7 +63,7 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when its parent dies, even by SIGKILL; torchrun's workers would live on as orphans."""
+    """Have Linux end this process when its parent is killed; torchrun's workers would live on as orphans."""
     if sys.platform == "linux":
         parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None, use_errno=True).prctl(parent_death_signal, signal.SIGKILL)

@@ -44,6 +44,7 @@ class _Source:
         self.values: dict[str, Any] = {}
         self.places = {"": _Place(1, f"{file.name}:1")}
         self.problems: list[tuple[_Place, str]] = []
+        self.unread: set[str] = set()  # paths whose value was refused; None stands there
         self._override: _Place | None = None  # the one being read
         self._collections: set[int] = set()
 
@@ -62,9 +63,11 @@ class _Source:
         """
         try:
             text = self.file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"cannot be read ({error})"
-            raise RecipeError(f"{self.file}: {why}; `python -m recipes list` shows recipes") from None
+        except UnicodeDecodeError:
+            raise RecipeError(f"{self.file}: is not UTF-8 text") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = getattr(error, "strerror", None) or error
+            raise RecipeError(f"{self.file}: cannot be read ({why}); `python -m recipes list` shows recipes") from None
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
             if not isinstance(node, yaml.MappingNode):
@@ -73,8 +76,9 @@ class _Source:
             self.values = self._mapping(node, "")
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
+            line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
             why = getattr(error, "problem", None) or " ".join(str(error).split())
-            raise RecipeError(f"{self.file.name}:{mark.line + 1 if mark else 1}  not YAML: {why}") from None
+            raise RecipeError(f"{self.file.name}:{line + 1}  not YAML: {why}") from None
         except RecursionError:
             raise RecipeError(f"{self.file.name}:1  is nested too deeply for a recipe") from None
 
@@ -111,19 +115,20 @@ class _Source:
             try:
                 return _scalar(node)
             except ValueError as error:
-                self.report(path, str(error))
-                return None
+                return self._refuse(path, str(error))
         if id(node) in self._collections:  # else a few lines of aliases make a recipe without end
-            self.report(path, "an alias (*) of a whole section is not read; write it out")
-            return None
+            return self._refuse(path, "an alias (*) of a whole section is not read; write it out")
         self._collections.add(id(node))
-        kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
-        if node.tag != _TAG + kind:
-            self.report(path, f"the tag {node.tag.replace(_TAG, '!!')} is not read; a recipe is plain data")
-            return None
-        if isinstance(node, yaml.MappingNode):
+        mapping = isinstance(node, yaml.MappingNode)
+        if node.tag != _TAG + ("map" if mapping else "seq"):
+            return self._refuse(path, _foreign(node))
+        if mapping:
             return self._mapping(node, path)
         return [self._value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
+
+    def _refuse(self, path: str, message: str) -> None:
+        self.unread.add(path)
+        self.report(path, message)
 
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -164,12 +169,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, rules: bool 
         # JSON mode is strict where it matters and still takes a list for a tuple.
         recipe = Recipe.model_validate_json(json.dumps(source.values), strict=True)
     except ValidationError as error:
-        reported = {text.partition(":")[0] for _, text in source.problems}  # null stands for a value not understood
         for item in error.errors(include_url=False):
             where = tuple(str(part) for part in item["loc"])
-            if ".".join(where) not in reported:
+            if ".".join(where) not in source.unread:
                 source.report(".".join(where), _explain(dict(item), where))
-    if recipe is not None and rules:
+    if recipe is not None and rules and not source.unread:
         for problem in check_rules(recipe):
             source.report(*problem)
     if source.problems or recipe is None:
@@ -214,9 +218,9 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if kind == "int":
         if not _DECIMAL.fullmatch(text):
             raise ValueError(f"{text!r} {_MISREAD}")
-        if len(text) > 19:
+        if len(text) > 20 or abs(int(text)) >= 2**63:
             raise ValueError(f"{text} is too large")
-        return int(text.replace("_", ""))
+        return int(text)
     if kind == "float" or (kind == "str" and node.style is None and _EXPONENT.fullmatch(text)):
         if ":" in text:
             raise ValueError(f"{text!r} {_MISREAD}")
@@ -226,7 +230,11 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return number
     if kind in ("str", "timestamp"):
         return text
-    raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not read; a recipe is plain data")
+    raise ValueError(_foreign(node))
+
+
+def _foreign(node: yaml.Node) -> str:
+    return f"the tag {node.tag.replace(_TAG, '!!')} is not read; a recipe is plain data"
 
 
 def _explain(item: dict[str, Any], where: tuple[str, ...]) -> str:
@@ -235,7 +243,7 @@ def _explain(item: dict[str, Any], where: tuple[str, ...]) -> str:
     if kind == "extra_forbidden":
         return f"unknown key{suggest(where[-1], list(parent.model_fields) if parent else [])}"
     if kind == "missing":
-        return "is required and not given"
+        return "an entry is missing" if where[-1].isdigit() else "is required and not given"
     shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     if kind == "literal_error" and parent is not None:
         choices = [choice for choice in get_args(parent.model_fields[where[-1]].annotation) if isinstance(choice, str)]

@@ -6,6 +6,7 @@ Rules about the model build it once without memory (on the meta device), so what
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import json
@@ -103,10 +104,9 @@ def batch_sizes(recipe: Recipe) -> Iterator[Problem]:
 
 def schedule(recipe: Recipe) -> Iterator[Problem]:
     """Warm-up and validation fit the run."""
-    if recipe.optim.warmup_steps > recipe.train.steps:
-        yield Problem(
-            "optim.warmup_steps", f"{recipe.optim.warmup_steps} exceeds train.steps={recipe.train.steps}; use fewer"
-        )
+    warmup, steps = recipe.optim.warmup_steps, recipe.train.steps
+    if warmup > steps:
+        yield Problem("optim.warmup_steps", f"{warmup} exceeds train.steps={steps}; use fewer")
     if recipe.train.eval_every and not recipe.data.valid_fraction:
         yield Problem("train.eval_every", "validation needs data: set data.valid_fraction above 0, or eval_every: 0")
 
@@ -166,13 +166,11 @@ def model_build(recipe: Recipe) -> Iterator[Problem]:
             return
         with torch.device("meta"):
             model = FAMILIES[recipe.model.family](config)
+        yield from [*_sequence_length(recipe, config), *_cp_of_layers(recipe, model)]
     except Exception as error:  # configs and layers raise many types; each is the user's to read
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        text = f"no model can be built from this config: {kind}{' '.join(str(error).split())}"
-        yield Problem("model.config" if random else "model.path", text)
-        return
-    yield from _sequence_length(recipe, config)
-    yield from _cp_of_layers(recipe, model)
+        why = " ".join(str(error).split())
+        why = why if " " in why else f"{type(error).__name__}: {why}"  # a KeyError says one word
+        yield Problem("model.config" if random else "model.path", f"no model can be built from this config: {why}")
 
 
 def _config_keys(recipe: Recipe) -> Iterator[Problem]:
@@ -215,7 +213,7 @@ def _build_config(recipe: Recipe) -> Any | None:
     from transformers import AutoConfig
 
     if recipe.model.init == "random":
-        return AutoConfig.for_model(recipe.model.family, **recipe.model.config)
+        return AutoConfig.for_model(recipe.model.family, **copy.deepcopy(recipe.model.config))  # it edits rope's dict
     if not os.path.isfile(os.path.join(recipe.model.path or "", "config.json")):
         return None
     return AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)

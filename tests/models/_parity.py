@@ -6,12 +6,12 @@ The oracle never sees a packed or padded row: each document runs alone (a "span"
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from models.common.tiny import make_tiny_qwen3_moe
 PRELOAD = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "tests.models._parity")
 VOCAB = 97
 COEF = 0.01  # router_aux_loss_coef of the tiny config
+T = TypeVar("T")
 Batch = dict[str, Tensor]
 Span = tuple[int, int, int]  # row, start, stop of one document
 
@@ -41,6 +42,24 @@ class Outcome:
     aux: float | None
     logits: Tensor
     grads: dict[str, Tensor]
+
+
+def remembered(job: Callable[[int], T]) -> Callable[[int], T]:
+    """Run ``job(size)`` once for all tests that read it; a failure is remembered too, not repeated by each of them."""
+    found: dict[int, T | Exception] = {}
+
+    def call(size: int) -> T:
+        if size not in found:
+            try:
+                found[size] = job(size)
+            except Exception as error:
+                found[size] = error
+        result = found[size]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return call
 
 
 # Checkpoints.

@@ -29,6 +29,7 @@ from tests.models._parity import (
     oracle,
     outside,
     random_ids,
+    remembered,
     spans_of,
     step,
     uneven_labels,
@@ -122,7 +123,7 @@ def worker(rank: int, size: int, folder: Path) -> dict[Key, Outcome]:
     return outcomes
 
 
-@cache
+@remembered
 def distributed(size: int) -> dict[Key, Outcome]:
     return run_distributed(worker, size, checkpoint(), preload=PRELOAD, timeout=120)[0]
 

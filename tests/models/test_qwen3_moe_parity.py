@@ -23,6 +23,7 @@ from tests.models._parity import (
     mesh_of,
     outside,
     random_batch,
+    remembered,
     step,
     transformers_step,
 )
@@ -99,7 +100,7 @@ def worker(rank: int, size: int, folders: dict[str, Path]) -> tuple[dict[Key, Ou
     return outcomes, losses
 
 
-@cache
+@remembered
 def distributed(size: int) -> list[tuple[dict[Key, Outcome], dict[Key, float]]]:
     folders = {name: checkpoint(**case.config) for name, case in CASES.items()}
     return run_distributed(worker, size, folders, preload=PRELOAD, timeout=120)

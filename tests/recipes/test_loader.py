@@ -186,7 +186,9 @@ def test_any_mutation_loads_or_is_refused(tmp_path: Path, seed: int, value: Any,
         target[path[-1]] = value
     file = tmp_path / "mutated.yaml"
     file.write_text(yaml.safe_dump(values))
+    message = ""
     try:
         load_recipe(file)
     except RecipeError as error:
-        assert "mutated.yaml" in str(error)
+        message = str(error)
+    assert not message or "mutated.yaml" in message
