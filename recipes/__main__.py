@@ -2,4 +2,5 @@
 
 from .cli import app
 
-app(prog_name="python -m recipes")
+if __name__ == "__main__":  # a spawned worker imports this file again
+    app(prog_name="python -m recipes")

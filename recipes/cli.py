@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from .schema import Recipe
 
 CONFIGS = Path(__file__).parent / "configs"
+_FACTS = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Fine-tune long context from a recipe.",
+    rich_markup_mode=None,  # brackets stay as they are written
+    help="""Fine-tune long context from a recipe: a YAML file, and A.B=C for every value to change.
+
+    \b
+    Examples:
+      python -m recipes list
+      python -m recipes check recipes/configs/qwen3_moe/quickstart.yaml
+      python -m recipes run recipes/configs/qwen3_moe/quickstart.yaml train.steps=40
+    """,
 )
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="a YAML file")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]...", help="values to change")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="A.B=C", help="values to change, such as optim.lr=1e-4")]
 
 
 @app.command("list")
@@ -30,40 +39,40 @@ def list_recipes() -> None:
     """Show the recipes that come with CP Zoo."""
     from .loader import load_recipe
 
-    table = Table("recipe", "model", "sequence", "context parallel", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("recipe", "name", "model", "sequence", "context parallel"):
+        table.add_column(heading, no_wrap=True)
     for path in sorted(CONFIGS.rglob("*.yaml")):
         recipe = load_recipe(path, rules=False)
-        sizes = recipe.model.config
-        model: str = str(recipe.model.family)
-        if sizes:
-            model += f", {sizes.get('num_hidden_layers')} layers of {sizes.get('hidden_size')}"
-            model += f", {sizes.get('num_experts')} experts"
-        else:
-            model += f" from {recipe.model.path}"
         cp = recipe.parallel.cp
-        table.add_row(_shown(path), model, f"{recipe.data.seq_len:,}", f"{cp.size} x {cp.algorithm}")
-    Console(width=160 if not sys.stdout.isatty() else None).print(table)
+        cells = (_shown(path), recipe.name, _model(recipe), f"{recipe.data.seq_len:,}", f"{cp.size} x {cp.algorithm}")
+        table.add_row(*map(Text, cells))
+    Console(width=1000).print(table)  # nothing is cut; a line too long for the terminal is the terminal's to wrap
 
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Check a recipe and show every mistake, with its line.
 
-    Example: python -m recipes check my.yaml parallel.cp.size=4
+    \b
+    Example:
+      python -m recipes check my.yaml parallel.cp.size=4
     """
     checked = _load(recipe, overrides)
     cp, train = checked.parallel.cp, checked.train
     typer.echo(
-        f"{recipe}: right. {train.steps} steps of {train.global_batch} x {checked.data.seq_len} tokens, "
+        f"\u2713 {recipe}: {train.steps} steps of {train.global_batch} x {checked.data.seq_len} tokens, "
         f"cp {cp.size} ({cp.algorithm}, {cp.schedule})"
     )
 
 
 @app.command()
 def run(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Check a recipe, start its workers with torchrun, and wait for the end. Called again, it resumes.
+    """Check a recipe and run it on this machine; called again, it resumes.
 
-    Example: python -m recipes run recipes/configs/qwen3_moe/quickstart.yaml train.steps=40
+    \b
+    Example:
+      python -m recipes run recipes/configs/qwen3_moe/quickstart.yaml train.steps=40
     """
     checked = _load(recipe, overrides)
     from .launch import launch
@@ -79,6 +88,15 @@ def _load(path: Path, overrides: list[str] | None) -> Recipe:
     except RecipeError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+
+
+def _model(recipe: Recipe) -> str:
+    """Family and sizes, or where they come from."""
+    if recipe.model.init == "pretrained":
+        return f"{recipe.model.family} from {recipe.model.path}"
+    sizes = recipe.model.config
+    facts = [f"{sizes[key]} {name}" for key, name in _FACTS.items() if sizes.get(key)]
+    return ", ".join([recipe.model.family, *facts])
 
 
 def _shown(path: Path) -> str:

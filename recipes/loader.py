@@ -46,7 +46,7 @@ class _Source:
         self.problems: list[tuple[_Place, str]] = []
         self.unread: set[str] = set()  # paths whose value was refused; None stands there
         self._override: _Place | None = None  # the one being read
-        self._collections: set[int] = set()
+        self._collections: set[yaml.Node] = set()
 
     def report(self, path: str, message: str) -> None:
         """Note a problem at the nearest enclosing thing that was written."""
@@ -116,13 +116,12 @@ class _Source:
                 return _scalar(node)
             except ValueError as error:
                 return self._refuse(path, str(error))
-        if id(node) in self._collections:  # else a few lines of aliases make a recipe without end
+        if node in self._collections:  # else a few lines of aliases make a recipe without end
             return self._refuse(path, "an alias (*) of a whole section is not read; write it out")
-        self._collections.add(id(node))
-        mapping = isinstance(node, yaml.MappingNode)
-        if node.tag != _TAG + ("map" if mapping else "seq"):
+        self._collections.add(node)
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
             return self._refuse(path, _foreign(node))
-        if mapping:
+        if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         return [self._value(item, f"{path}.{index}") for index, item in enumerate(node.value)]
 

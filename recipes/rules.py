@@ -12,6 +12,7 @@ import fnmatch
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,7 +132,7 @@ def model_source(recipe: Recipe) -> Iterator[Problem]:
     if model.init == "pretrained":
         if model.path is None:
             yield Problem("model.path", "init: pretrained needs the folder of a checkpoint; or use init: random")
-        elif not os.path.isfile(os.path.join(model.path, "config.json")):
+        elif not os.path.isfile(_config_file(recipe)):
             yield Problem("model.path", f"{model.path} is no folder with a config.json; give an HF checkpoint")
         if model.config:
             yield Problem("model.config", "belongs to init: random; a checkpoint brings its own config, leave it out")
@@ -149,28 +150,38 @@ def model_source(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.vocab_size", f"{data.vocab_size} exceeds model.config.vocab_size={vocab}; make them equal")
 
 
+def _config_file(recipe: Recipe) -> str:
+    return "" if recipe.model.path is None else os.path.join(recipe.model.path, "config.json")
+
+
 def model_build(recipe: Recipe) -> Iterator[Problem]:
     """The config is one of the family, it builds a model, and the sequence and the CP settings fit that model."""
     import torch
+    from transformers import AutoConfig
 
     from models.auto import FAMILIES
 
-    random = recipe.model.init == "random"
+    section, random = recipe.model, recipe.model.init == "random"
+    if not section.config if random else not os.path.isfile(_config_file(recipe)):
+        return  # model_source says so
     problems = list(_config_keys(recipe) if random else _checkpoint_family(recipe))
-    if problems or not (recipe.model.config if random else recipe.model.path):
+    if problems:
         yield from problems
         return
     try:
-        config = _build_config(recipe)
-        if config is None:
-            return
+        if random:
+            config = AutoConfig.for_model(section.family, **copy.deepcopy(section.config))  # it edits rope's dict
+        else:
+            config = AutoConfig.from_pretrained(section.path or "", local_files_only=True)
         with torch.device("meta"):
-            model = FAMILIES[recipe.model.family](config)
+            model = FAMILIES[section.family](config)
         yield from [*_sequence_length(recipe, config), *_cp_of_layers(recipe, model)]
     except Exception as error:  # configs and layers raise many types; each is the user's to read
         why = " ".join(str(error).split())
+        field = re.match(r"Validation error for field '(\w+)'", why)  # transformers' words
         why = why if " " in why else f"{type(error).__name__}: {why}"  # a KeyError says one word
-        yield Problem("model.config" if random else "model.path", f"no model can be built from this config: {why}")
+        where = "model.path" if not random else f"model.config.{field[1]}" if field else "model.config"
+        yield Problem(where, f"no model can be built from this config: {why}")
 
 
 def _config_keys(recipe: Recipe) -> Iterator[Problem]:
@@ -195,9 +206,7 @@ def _config_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _checkpoint_family(recipe: Recipe) -> Iterator[Problem]:
-    file = os.path.join(recipe.model.path or "", "config.json")
-    if recipe.model.path is None or not os.path.isfile(file):
-        return  # model_source says so
+    file = _config_file(recipe)
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -207,16 +216,6 @@ def _checkpoint_family(recipe: Recipe) -> Iterator[Problem]:
     if family != recipe.model.family:
         text = f"{recipe.model.path} holds a {family!r} checkpoint, model.family is {recipe.model.family!r}"
         yield Problem("model.path", f"{text}; make them agree")
-
-
-def _build_config(recipe: Recipe) -> Any | None:
-    from transformers import AutoConfig
-
-    if recipe.model.init == "random":
-        return AutoConfig.for_model(recipe.model.family, **copy.deepcopy(recipe.model.config))  # it edits rope's dict
-    if not os.path.isfile(os.path.join(recipe.model.path or "", "config.json")):
-        return None
-    return AutoConfig.from_pretrained(recipe.model.path, local_files_only=True)
 
 
 def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:

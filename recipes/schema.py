@@ -8,18 +8,20 @@ per optimizer step over all data ranks, so neither changes with the number of co
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Algorithm = Literal["all_gather", "ulysses", "hybrid", "ring"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearAlgorithm = Literal["state_p2p", "state_gather", "state_alltoall", "ulysses", "auto"]
 
 
 class Section(BaseModel):
-    """A frozen section: unknown keys are refused."""
+    """A frozen section: unknown keys are refused, and numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -80,7 +82,7 @@ class OptimSection(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0, description="clip the global gradient norm; null: no clipping")
@@ -126,8 +128,8 @@ class LogSection(Section):
 class Recipe(Section):
     """One run: model, data, mesh, optimizer, and where its results go."""
 
-    name: str
-    run_dir: str = Field("runs/{name}", description="folder of the results; {name} is replaced")
+    name: str = Field(description="letters, digits, '.', '_' and '-'; it names the folder of the results")
+    run_dir: str = Field("runs/{name}", min_length=1, description="folder of the results; {name} is replaced")
     model: ModelSection
     data: DataSection
     parallel: ParallelSection = ParallelSection()
@@ -136,3 +138,10 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError("use letters, digits, '.', '_' and '-', for it names the folder of the results")
+        return name

@@ -341,10 +341,11 @@ def resolve_folder(path: str | Path) -> Path:
 def _resolve_dtype(dtype: torch.dtype | str | None, config: PretrainedConfig) -> torch.dtype:
     if dtype is None or dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
+    given = dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16, float64")
+        raise ValueError(f"dtype={given!r} is not one of float32, bfloat16, float16, float64")
     return dtype
 
 

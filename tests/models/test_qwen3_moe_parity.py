@@ -127,6 +127,13 @@ def test_context_parallel(name: str, size: int, algorithm: str, dtype: torch.dty
     assert len({losses[name, algorithm, dtype] for _, losses in results}) == 1  # bitwise equal on every rank
 
 
+def test_padding_token_among_the_inputs() -> None:
+    """transformers' embedding gives the row of ``pad_token_id`` no gradient, where the token is no padding as well."""
+    folder, batch = checkpoint(pad_token_id=5), random_batch(21)
+    batch["input_ids"][:, 3] = 5
+    close(step(load(folder, torch.float64), batch), transformers_step(folder, torch.float64, batch), **FP64)
+
+
 def bf16_worker(rank: int, size: int, folder: Path, batch: Batch) -> list[Tensor]:
     mesh = mesh_of({"cp": size})
     return [

@@ -135,7 +135,11 @@ def _runs() -> list[Run]:
     runs += [Run(cp2, True, "none", "adamw", "ulysses"), Run((("dp_shard", 2),), True, "none", "sgd")]
     runs += [Run(cp4, False, "none", "sgd"), Run(cp4, True, "full", "adamw", "ulysses")]
     runs += [Run(sizes, fsdp, "none", "adamw") for sizes in (data, replicas) for fsdp in (False, True)]
-    return [*runs, Run(data, True, "full", "sgd"), Run((("dp_replicate", 2), ("dp_shard", 1), ("cp", 2)), True, "full", "sgd")]
+    return [
+        *runs,
+        Run(data, True, "full", "sgd"),
+        Run((("dp_replicate", 2), ("dp_shard", 1), ("cp", 2)), True, "full", "sgd"),
+    ]
 
 
 RUNS = _runs()

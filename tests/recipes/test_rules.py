@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,9 @@ import pytest
 from models.common.tiny import make_tiny_qwen3_moe
 from recipes.cli import CONFIGS
 from recipes.loader import RecipeError, load_recipe
+from recipes.rules import VERSION
 
 from .test_loader import QUICKSTART, line_of
-
-BIG = 10_000_000
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +37,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data.vocab_size=4096"], "data.vocab_size", "4096 exceeds model.config.vocab_size=2048"),
         (["model.init=pretrained", "model.config={}"], "model.path", "needs the folder of a checkpoint"),
         (["model.config.num_expert=4"], "model.config.num_expert", r"unknown key \(did you mean 'num_experts'\?\)"),
-        (["model.config.hidden_size=wide"], "model.config", "transformers refuses this config.*hidden_size"),
+        (["model.config.hidden_size=wide"], "model.config.hidden_size", "no model can be built .*expected int, got str"),
+        (["model.config.hidden_act=foo"], "model.config", "no model can be built from this config: KeyError: 'foo'"),
+        (["model.config.rope_parameters={rope_type: foo, rope_theta: 1.0}"], "model.config", "'foo' is not one of default"),
+        (["model.config.num_hidden_layers=100000"], "model.config.num_hidden_layers", "got 100000, legal is 1 to 1000"),
+        (["model.config.hidden_size=0"], "model.config.hidden_size", "got 0, legal is at least 1"),
+        (["model.config.num_experts=-1"], "model.config.num_experts", "got -1, legal is at least 0"),
+        (["model.config.dtype=float32"], "model.config.dtype", r"is said by model\.dtype; leave it out here"),
+        (["model.config.model_type=llama"], "model.config.model_type", r"is said by model\.family"),
+        (["data.tokenizer=gpt2"], "data.tokenizer", "'gpt2' is neither 'model' nor 'train_bpe' nor a tokenizer's folder"),
+        ([f"data.source={'a' * 5000}.txt"], "data.source", "no such file"),
         (["model.config.use_sliding_window=true"], "model.config", "sliding_window=4096 .*not available in this version"),
         (["model.config.attention_dropout=0.1"], "model.config", "attention_dropout=0.1 is not available"),
-        (["data.seq_len=8192"], "data.seq_len", "8192 exceeds the model's max_position_embeddings=4096"),
-        (["parallel.cp.algorithm=hybrid"], "parallel.cp.algorithm", '"hybrid" is not available in this version; use all_g'),
+        (["data.seq_len=8192"], "data.seq_len", r"8192 exceeds the model's 4096 positions .*yarn, factor: 2\.0"),
+        (
+            ["data.seq_len=8193", "model.config.rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 10000.0}"],
+            "data.seq_len",
+            "8193 exceeds the model's 8192 positions",
+        ),
+        (["parallel.cp.algorithm=hybrid"], "parallel.cp.algorithm", r'"hybrid" is not available in this version \(0\.1\.0\): use all_g'),
         (["parallel.cp.algorithm=ring"], "parallel.cp.algorithm", '"ring" is not available'),
-        (["parallel.cp.schedule=async"], "parallel.cp.schedule", '"async" is not available in this version; use sync'),
-        (["parallel.cp.load_balance=true"], "parallel.cp.load_balance", "true is not available in this version; use false"),
-        (["parallel.cp.kernel=flash"], "parallel.cp.kernel", '"flash" is not available in this version; use sdpa'),
+        (["parallel.cp.schedule=async"], "parallel.cp.schedule", r'"async" is not available in this version \(0\.1\.0\): use sync'),
+        (["parallel.cp.load_balance=true"], "parallel.cp.load_balance", r"true is not available in this version \(0\.1\.0\): use false"),
+        (["parallel.cp.kernel=flash"], "parallel.cp.kernel", r'"flash" is not available in this version \(0\.1\.0\): use sdpa'),
         (
             ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"],
             "parallel.cp.algorithm",
@@ -62,7 +76,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "parallel.cp.ulysses_degree",
             r"1 with algorithm ulysses must be cp\.size=2",
         ),
+        (["parallel.cp.ulysses_degree=2"], "parallel.cp.ulysses_degree", "2 has no meaning with algorithm all_gather"),
         (["parallel.cp.per_layer={softmax: {algoritm: ulysses}}"], "parallel.cp.per_layer", "unknown field 'algoritm'"),
+        (["parallel.cp.per_layer.softmax.algorithm=5"], "parallel.cp.per_layer", "algorithm=5 must be a string"),
+        (["parallel.cp.per_layer.softmax.algorithm=ulyses"], "parallel.cp.per_layer", "did you mean 'ulysses'"),
+        (["parallel.cp.per_layer.softmax.kernel=sdp"], "parallel.cp.per_layer", "'sdp' is not one of sdpa"),
+        (["parallel.cp.per_layer.softmax.algorithm=ring"], r"parallel\.cp\.per_layer\.softmax\.algorithm", '"ring" is not avail'),
+        (
+            ["parallel.cp.per_layer={model.layers.7.*: {algorithm: ulysses}}"],
+            r"parallel\.cp\.per_layer\.model\.layers\.7\.\*",
+            r"matches no layer; this model has the kinds softmax and paths such as model\.layers\.0\.self_attn",
+        ),
+        (
+            ["parallel.nproc=4", "parallel.cp.size=4", "parallel.cp.per_layer={'*.1.*': {algorithm: ulysses}}"],
+            "parallel.cp.per_layer",
+            "num_key_value_heads=2 is not divisible by the ulysses degree 4",
+        ),
     ],
 )  # fmt: skip
 def test_rule(overrides: list[str], path: str, message: str) -> None:
@@ -81,6 +110,29 @@ def test_rule_says_the_line(tmp_path: Path) -> None:
 def test_kv_heads_may_be_repeated() -> None:
     overrides = ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"]
     assert load_recipe(QUICKSTART, [*overrides, "parallel.cp.kv_head_policy=repeat"]).parallel.cp.size == 4
+
+
+def test_scaled_rotary_embeddings_reach_further() -> None:
+    rope = "model.config.rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 10000.0}"
+    recipe = load_recipe(QUICKSTART, ["data.seq_len=8192", rope])
+    assert recipe.model.config["rope_parameters"] == {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+
+
+def test_a_dense_model_and_double_precision_are_legal() -> None:
+    assert load_recipe(QUICKSTART, ["model.config.num_experts=0", "model.dtype=float64"]).model.dtype == "float64"
+
+
+def test_data_ranks_that_nobody_knows_yet() -> None:
+    """Without nproc the devices decide at the start; dp_replicate is known already."""
+    recipe = load_recipe(QUICKSTART, ["parallel.nproc=null", "parallel.dp_replicate=2", "train.global_batch=8"])
+    assert recipe.parallel.nproc is None
+    with pytest.raises(RecipeError, match="4 is not a multiple of micro_batch=4 x 2 data ranks"):
+        load_recipe(QUICKSTART, ["parallel.nproc=null", "parallel.dp_replicate=2"])
+
+
+def test_the_version_in_messages_is_the_projects() -> None:
+    project = tomllib.loads((CONFIGS.parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
 
 
 def test_empty_data_file(tmp_path: Path) -> None:
@@ -106,9 +158,20 @@ def test_finetune_recipe_with_a_checkpoint(checkpoint: Path, tmp_path: Path) -> 
             load_recipe(CONFIGS / "qwen3_moe" / "finetune.yaml", [*base, override])
 
 
-def test_checkpoint_of_another_family(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(RecipeError, match=r"holds a 'llama' checkpoint, model\.family is 'qwen3_moe'"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model_type": "llama"}', r"holds a 'llama' checkpoint, model\.family is 'qwen3_moe'; make them agree"),
+        ("[]", "holds a None checkpoint"),
+        ("{", r"config\.json cannot be read as JSON"),
+        ('{"model_type": "qwen3_moe", "num_experts": "x"}', "no model can be built from this config: .*num_experts"),
+        (None, r"is no folder with a config\.json"),
+    ],
+)
+def test_folder_that_is_no_checkpoint_of_the_family(tmp_path: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(RecipeError, match=rf"(?m)^override 'model\.path=.*'  model\.path: .*{message}"):
         load_recipe(
             QUICKSTART, ["model.init=pretrained", "model.config={}", f"model.path={tmp_path}", "data.tokenizer=model"]
         )
