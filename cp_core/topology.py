@@ -18,7 +18,7 @@ _NOT_YET = ("pp", "tp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One (possibly flattened) axis as this rank sees it. ``group`` is None exactly when ``size`` is 1."""
+    """One (possibly flattened) axis as this rank sees it. ``group`` is None when ``size`` is 1, and in dry runs."""
 
     size: int = 1
     rank: int = 0

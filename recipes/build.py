@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -38,17 +39,12 @@ def build_mesh(recipe: Recipe, device: str) -> DeviceMesh:
     return init_device_mesh(device, mesh_shape(recipe.parallel, dist.get_world_size()), mesh_dim_names=AXES)
 
 
-def cp_config(recipe: Recipe) -> ContextParallelConfig:
-    """The core's config of the recipe's ``parallel.cp``."""
-    return ContextParallelConfig(**recipe.parallel.cp.model_dump(exclude={"size"}))
-
-
 def build_model(recipe: Recipe, mesh: DeviceMesh, tokenizer: PreTrainedTokenizerBase) -> CPPreTrainedModel:
     """The model, bound and sharded, in training mode; collective over the mesh."""
     section, parallel = recipe.model, recipe.parallel
     arguments: dict[str, Any] = {
         "mesh": mesh,
-        "cp": cp_config(recipe),
+        "cp": ContextParallelConfig(**parallel.cp.model_dump(exclude={"size"})),
         "parallel": ParallelConfig(
             fsdp=parallel.fsdp,
             activation_checkpointing=parallel.activation_checkpointing,
@@ -60,5 +56,5 @@ def build_model(recipe: Recipe, mesh: DeviceMesh, tokenizer: PreTrainedTokenizer
         assert section.path is not None  # a rule
         return AutoModelForCausalLM.from_pretrained(section.path, **arguments).train()
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = AutoConfig.for_model(section.family, **{**special, **section.config})
+    config = AutoConfig.for_model(section.family, **{**special, **copy.deepcopy(section.config)})  # it edits dicts
     return AutoModelForCausalLM.from_config(config, seed=recipe.train.seed, **arguments).train()

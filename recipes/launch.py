@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cp_core.device import device_count
 
+from .build import mesh_shape
 from .checkpoint import write_atomically
 from .loader import dump_recipe, run_dir
 from .schema import Recipe
@@ -32,6 +33,12 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
     Returns:
         The exit code: 0, or what torchrun ended with.
     """
+    processes = process_count(recipe)
+    try:
+        mesh_shape(recipe.parallel, processes)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     folder = run_dir(recipe)
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -39,7 +46,6 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
         stale.unlink()
     resolved = folder / "recipe.yaml"
     write_atomically(resolved, f"# resolved from {recipe_path}\n{dump_recipe(recipe)}")
-    processes = process_count(recipe)
     environment = dict(os.environ)
     threads = recipe.train.threads or max(1, (os.cpu_count() or 1) // processes)
     environment["OMP_NUM_THREADS"] = str(threads)

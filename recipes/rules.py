@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import copy
 import difflib
-import fnmatch
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .schema import Recipe
-
-if TYPE_CHECKING:
-    from cp_core import ContextParallelConfig
-    from cp_core.strategies import MixerFacts
+from .schema import CPSection, Recipe
 
 
 class Problem(NamedTuple):
@@ -237,55 +232,29 @@ def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:
 
 
 def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
-    """What binding would refuse, with the very heads of each layer; layers that are alike are named once."""
-    from cp_core.config import KINDS
-    from cp_core.strategies import MixerFacts
-
-    from .build import cp_config
-
-    cp, mixers, per_layer = recipe.parallel.cp, model.cp_mixers(), "parallel.cp.per_layer"
+    """What binding refuses; of a mistake that is there without ``per_layer`` too, the field is named."""
     if any(available(recipe)):
         return
-    found: dict[Problem, None] = {}  # an ordered set
+    cp = recipe.parallel.cp
+    text = _dry_bind(model, cp)
+    if text and text == _dry_bind(model, cp.model_copy(update={"per_layer": {}})):
+        field = next((name for name in ("ulysses_degree", "kernel") if re.search(rf"\b{name}\b", text)), "algorithm")
+        yield Problem(f"parallel.cp.{field}", text)
+    elif text:
+        yield Problem("parallel.cp.per_layer", text)
+
+
+def _dry_bind(model: Any, cp: CPSection) -> str:
+    """Bind the model without memory to a topology of that size without groups: what is refused, or nothing."""
+    from cp_core import ContextParallelConfig, Topology, bind_context_parallel
+    from cp_core.topology import Axis
+
     try:
-        config = cp_config(recipe)
-        for key in cp.per_layer:
-            if key not in (*KINDS, *mixers.values()) and not any(fnmatch.fnmatchcase(path, key) for path in mixers):
-                kinds = " | ".join(sorted(set(mixers.values())))
-                text = f"matches no layer; this model has the kinds {kinds} and paths such as {next(iter(mixers), '')}"
-                found[Problem(f"{per_layer}.{key}", text)] = None
-        for path, kind in mixers.items():
-            chosen = config.for_layer(path, kind)
-            facts = MixerFacts(path, kind, *model.get_submodule(path).attention_heads())
-            for field, text in _layer_mistakes(chosen, facts, cp.size):
-                same = getattr(chosen, field) == getattr(cp, field)
-                found[Problem(f"parallel.cp.{field}" if same else per_layer, text)] = None
+        config = ContextParallelConfig(**cp.model_dump(exclude={"size"}))
+        bind_context_parallel(model, Topology(cp=Axis(size=cp.size)), config)
     except ValueError as error:
-        found[Problem(per_layer, str(error))] = None
-    yield from found
-
-
-def _layer_mistakes(chosen: ContextParallelConfig, facts: MixerFacts, size: int) -> Iterator[tuple[str, str]]:
-    """The field of the config and the message."""
-    from cp_core.kernels import KERNELS
-    from cp_core.strategies import STRATEGIES
-    from cp_core.strategies.compose import check_heads
-
-    algorithm, degree = chosen.algorithm, chosen.ulysses_degree
-    known = [name for kind, name in STRATEGIES if kind == facts.kind and name != "local"]
-    if chosen.kernel not in KERNELS:
-        yield "kernel", f"{chosen.kernel!r} is not one of {' | '.join(KERNELS)}"
-    if algorithm not in known:
-        yield "algorithm", f"{algorithm!r} is not one of {' | '.join(known)}{suggest(algorithm, known)}"
-    if algorithm == "all_gather" and degree is not None:
-        yield "ulysses_degree", f"{degree} has no meaning with algorithm all_gather; leave it out"
-    if algorithm == "ulysses" and degree not in (None, size):
-        yield "ulysses_degree", f"{degree} with algorithm ulysses must be cp.size={size}; leave it out"
-    elif algorithm == "ulysses" and size > 1:
-        try:
-            check_heads(chosen, facts, size)
-        except ValueError as error:
-            yield "algorithm", str(error).removeprefix(f"{facts.path}: ")
+        return str(error)
+    return ""
 
 
 def suggest(text: str, choices: Iterable[str]) -> str:

@@ -68,7 +68,11 @@ class CPSection(Section):
 class ParallelSection(Section):
     """The mesh. Unset dp_shard: what is left of the world after the other axes."""
 
-    nproc: int | None = Field(None, ge=1, description="processes on this machine; default: the devices, else cp.size")
+    nproc: int | None = Field(
+        None,
+        ge=1,
+        description="processes of a run on one machine; default: its devices, else what the mesh needs",
+    )
     dp_replicate: int = Field(1, ge=1)
     dp_shard: int | None = Field(None, ge=1)
     cp: CPSection = CPSection()

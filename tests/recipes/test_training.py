@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from cp_core.testing import WorkerError, run_distributed
-
 from recipes.finetune import lock_folder
 
 from ._training import PRELOAD, losses, run_worker, write_corpus, write_recipe
