@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_core.testing import run_distributed
+from models import ParallelConfig
 from tests.models._parity import (
     FP64,
     PRELOAD,
@@ -134,24 +135,30 @@ def test_padding_token_among_the_inputs() -> None:
     close(step(load(folder, torch.float64), batch), transformers_step(folder, torch.float64, batch), **FP64)
 
 
-def bf16_worker(rank: int, size: int, folder: Path, batch: Batch) -> list[Tensor]:
+def bf16_worker(rank: int, size: int, folder: Path, batch: Batch) -> list[Outcome]:
     mesh = mesh_of({"cp": size})
     return [
-        step(load(folder, torch.bfloat16, mesh, algorithm), batch, mesh).logits
+        step(load(folder, torch.bfloat16, mesh, algorithm, parallel=ParallelConfig(fsdp=fsdp)), batch, mesh)
         for algorithm in ("all_gather", "ulysses")
+        for fsdp in (False, True)
     ]
 
 
-@pytest.mark.dist2
-def test_bf16_is_as_near_to_fp64_as_one_process() -> None:
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.dist2), pytest.param(4, marks=pytest.mark.dist4)], ids=["cp2", "cp4"]
+)
+def test_bf16_is_as_near_to_fp64_as_one_process(size: int) -> None:
     # dense layers: a router's near ties flip in bf16 and would hide everything else
-    folder, batch = checkpoint(mlp_only_layers=[0, 1], num_hidden_layers=2), random_batch(61, seed=5)
-    exact = step(load(folder, torch.float64), batch).logits
+    folder, batch = checkpoint(mlp_only_layers=[0, 1]), random_batch(61, seed=5)
+    exact, alone = step(load(folder, torch.float64), batch), step(load(folder, torch.bfloat16), batch)
 
-    def error(logits: Tensor) -> float:
-        return float((logits.double() - exact).norm())
+    def errors(outcome: Outcome) -> Tensor:
+        """Norm of the difference over the norm: of the logits, and of all gradients together."""
+        got, want = (torch.cat([x.flatten() for x in side.grads.values()]).double() for side in (outcome, exact))
+        logits = (outcome.logits - exact.logits).norm() / exact.logits.norm()
+        return torch.stack([logits, (got - want).norm() / want.norm()])
 
-    alone = error(step(load(folder, torch.bfloat16), batch).logits)
-    assert alone > 0
-    for logits in run_distributed(bf16_worker, 2, folder, batch, preload=PRELOAD)[0]:
-        assert error(logits) <= 1.5 * alone
+    bound = errors(alone)
+    assert bool((bound > 0).all())
+    for outcome in run_distributed(bf16_worker, size, folder, batch, preload=PRELOAD)[0]:
+        assert bool((errors(outcome) <= 1.5 * bound).all()), (errors(outcome), bound)
