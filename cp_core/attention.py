@@ -6,6 +6,7 @@ at bind time; unbound, it is the ``local`` strategy of one process, on the same 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .kernels import Kernel, SdpaKernel
@@ -47,7 +48,12 @@ class CPAttention(nn.Module):
             ``[B, N, T, D]``; 0 on padding.
 
         Raises:
-            ValueError: a sequence of another batch or cp size.
+            ValueError: a sequence of another batch or cp size; q, k and v of different dtypes (autocast aside).
         """
         sequence.check(q.shape[0], q.shape[2], self.cp_size)
+        if torch.is_autocast_enabled(q.device.type):
+            narrow = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
+        elif not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
         return self.strategy.attend(q, k, v, self.kernel, sequence, self.causal, self.scale)

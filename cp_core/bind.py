@@ -49,6 +49,8 @@ def bind_context_parallel(
             with the module path, the value and a remedy.
     """
     config = config or ContextParallelConfig()
+    if not isinstance(config, ContextParallelConfig):
+        raise ValueError(f"cp must be a ContextParallelConfig, got {type(config).__name__}")
     declared: dict[str, str] = model.cp_mixers()  # type: ignore[operator]
     _refuse_undeclared(model, declared)
     _refuse_unmatched(config, declared)

@@ -204,8 +204,8 @@ def _check_shapes(batch: Mapping[str, Tensor]) -> Tensor:
     if "input_ids" not in batch:
         raise ValueError("shard_batch needs 'input_ids' [batch, length]")
     input_ids = batch["input_ids"]
-    if input_ids.ndim != 2 or not input_ids.shape[1]:
-        raise ValueError(f"input_ids must be [batch, length] with length > 0, got {list(input_ids.shape)}")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must be [batch, length], both above 0, got {list(input_ids.shape)}")
     for key in ("labels", "shift_labels"):
         if key in batch and batch[key].shape != input_ids.shape:
             raise ValueError(

@@ -52,6 +52,15 @@ class CPPreTrainedModel(PreTrainedModel):
         self._source_folder: Path | None = None
         self._dtype_on_disk: torch.dtype | None = None  # what a checkpoint's config said, and a saved one says again
 
+    # transformers asks every model which of its own kernels to use, and writes the answer into the config; the zoo has
+    # its own kernels and takes any answer that a config carries.
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        return attn_implementation or "sdpa"
+
+    def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str:
+        return experts_implementation or "eager"
+
     # What a family provides.
 
     def cp_mixers(self) -> dict[str, str]:
@@ -269,6 +278,17 @@ class CPPreTrainedModel(PreTrainedModel):
         )
 
     prepare_inputs_for_generation = generate  # peft asks for it
+
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+        """Not here.
+
+        Raises:
+            NotImplementedError: always; it says where to resize.
+        """
+        raise NotImplementedError(
+            "resize the vocabulary before training: load with transformers, resize_token_embeddings, save_pretrained, "
+            "then load the folder here"
+        )
 
     @classmethod
     def can_generate(cls) -> bool:

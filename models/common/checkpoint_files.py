@@ -81,6 +81,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(path.parent, [f"{path.name}: is not here; give the folder of a checkpoint"]) from None
     except ValueError as error:
         raise CheckpointError(path.parent, [f"{path.name}: not valid JSON ({error}); download it again"]) from error
     if not isinstance(found, dict):

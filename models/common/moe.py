@@ -83,7 +83,7 @@ def load_balancing_loss(
     """
     scores = torch.stack([router_scores(logits) for logits in router_logits])  # [L, B * T, E]
     mask = valid.flatten()  # [B * T]
-    score_sum = torch.einsum("lte,t->e", scores, mask.to(scores.dtype))
+    score_sum = (scores * mask.unsqueeze(-1)).sum((0, 1))
     with torch.no_grad():
         chosen = scores.topk(top_k, dim=-1).indices  # [L, B * T, k]
         counted = mask.long()[:, None].expand_as(chosen[0]).expand_as(chosen)

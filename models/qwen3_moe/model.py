@@ -15,7 +15,7 @@ from ..common.base import CPPreTrainedModel
 from ..common.head import LMHead
 from ..common.moe import load_balancing_loss
 from ..common.norm import RMSNorm
-from ..common.outputs import CausalLMOutput
+from ..common.outputs import CausalLMOutput, refuse_outputs
 from ..common.parallelize import CheckpointedLayer
 from ..common.rope import RotaryEmbedding
 from ..common.weights import WeightTable
@@ -29,7 +29,7 @@ class Qwen3MoeModel(nn.Module):
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(Qwen3MoeDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
@@ -126,7 +126,12 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
         Raises:
             ValueError: contradicting or missing inputs; an output that the zoo does not have.
         """
-        _refuse_outputs(use_cache, output_attentions, output_hidden_states, return_dict)
+        refuse_outputs(
+            return_dict,
+            use_cache=use_cache,
+            output_attentions=output_attentions or self.config.output_attentions,
+            output_hidden_states=output_hidden_states or self.config.output_hidden_states,
+        )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -165,16 +170,3 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
 
 def _at_least_one(number: Tensor | int, like: Tensor) -> Tensor:
     return like.new_tensor(float(number)).clamp_min(1) if not isinstance(number, Tensor) else number.clamp_min(1)
-
-
-def _refuse_outputs(
-    use_cache: bool | None, attentions: bool | None, hidden_states: bool | None, return_dict: bool | None
-) -> None:
-    asked = {"use_cache": use_cache, "output_attentions": attentions, "output_hidden_states": hidden_states}
-    for name, value in asked.items():
-        if value:
-            raise ValueError(
-                f"{name}=True is not available: the zoo trains, without a KV cache or collected activations"
-            )
-    if return_dict is False:
-        raise ValueError("return_dict=False is not available; read the output's fields")

@@ -276,8 +276,8 @@ def test_labels_of_minus_100_stay() -> None:
             "does not know 'pixel_values'; it takes input_ids, labels",
         ),
         ({"labels": torch.zeros(1, 4)}, "needs 'input_ids'"),
-        ({"input_ids": torch.zeros(4)}, r"must be \[batch, length\] with length > 0, got \[4\]"),
-        ({"input_ids": torch.zeros(1, 0)}, r"length > 0, got \[1, 0\]"),
+        ({"input_ids": torch.zeros(4)}, r"must be \[batch, length\], both above 0, got \[4\]"),
+        ({"input_ids": torch.zeros(1, 0)}, r"both above 0, got \[1, 0\]"),
         (
             {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 3)},
             r"labels has shape \[1, 3\], input_ids \[1, 4\]",

@@ -586,3 +586,41 @@ def test_the_reader_and_the_model_agree_on_names() -> None:
     table = Qwen3MoeForCausalLM.weight_table(config)
     shapes = {name: tuple(p.shape) for name, p in Qwen3MoeForCausalLM(config).named_parameters()}
     assert table.native_shapes == shapes
+
+
+def test_autocast_trains(tmp_path: Path) -> None:
+    """Under autocast norms give fp32 and projections bf16; transformers' own loss under it is the oracle."""
+    folder = make_tiny_qwen3_moe(tmp_path / "m")
+    ids = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(0))
+    ours, theirs = Qwen3MoeForCausalLM.from_pretrained(folder), transformers.Qwen3MoeForCausalLM.from_pretrained(folder)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ours(input_ids=ids, labels=ids).loss
+        expected = theirs(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=5e-3)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters())
+
+
+def test_what_would_break_the_model_later_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3_moe(tmp_path / "m")
+    model = Qwen3MoeForCausalLM.from_pretrained(folder)
+    with pytest.raises(NotImplementedError, match="resize the vocabulary before training"):
+        model.resize_token_embeddings(100)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states=True is not available"):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cp must be a ContextParallelConfig, got dict"):
+        Qwen3MoeForCausalLM.from_pretrained(folder, cp={"algorithm": "ulysses"})
+
+
+def copy_worker(rank: int, size: int, folder: str) -> bool:
+    model = load(Path(folder), torch.float32, mesh_of({"cp": size}), "ulysses")
+    local = shard_batch({"input_ids": torch.arange(18).view(2, 9)}, model.topology.mesh)
+    return torch.equal(copy.deepcopy(model)(**local).logits, model(**local).logits)
+
+
+@pytest.mark.dist2
+def test_a_bound_model_can_be_copied(tmp_path: Path) -> None:
+    """As an average of weights does; the copy talks over the same groups."""
+    folder = make_tiny_qwen3_moe(tmp_path / "m")
+    assert run_distributed(copy_worker, 2, str(folder), preload=PRELOAD) == [True, True]
