@@ -50,8 +50,8 @@ def export_hf(run: Run) -> None:
     if run.recipe.export.verify:
         difference = logit_difference(run, final)
         if difference is not None:
-            tokens = f"over {_CHECKED_TOKENS} tokens"
-            say(run.console, f"checked  transformers loads it; largest logit difference {difference:.2e} {tokens}")
+            where = f"{difference:.2e} over {_CHECKED_TOKENS} tokens in {run.recipe.model.dtype}"
+            say(run.console, f"checked  transformers loads it; largest logit difference {where}")
 
 
 @torch.no_grad()

@@ -115,6 +115,8 @@ def summary(events: list[dict[str, Any]]) -> str:
     """The run in one line, from its metrics: where the losses began and ended, and what they are to be held against."""
     steps = [event for event in events if event["kind"] == "step"]
     start = next((event for event in events if event["kind"] == "start"), {})
+    if not steps:
+        return "no step in metrics.jsonl (it was removed, or no step was made)"
     text = f"training loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}"
     if "valid_loss" in steps[-1]:
         text += f"; valid loss {steps[-1]['valid_loss']:.3f}"

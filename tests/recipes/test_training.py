@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cp_core.testing import WorkerError, run_distributed
-from recipes.finetune import lock_folder
+from recipes.finetune import lock_folder, summary
 
 from ._training import PRELOAD, losses, run_worker, write_corpus, write_recipe
 
@@ -196,6 +196,15 @@ def test_rank_that_raises_ends_the_job_with_its_message(tmp_path: Path) -> None:
     assert job.returncode not in (0, -9)
     assert "disk on fire on this rank" in err
     assert "rank 1 failed first" in err
+
+
+def test_summary_of_a_run_whose_metrics_are_gone() -> None:
+    """Found by deleting metrics.jsonl of a finished run and running it again."""
+    assert summary([]).startswith("no step in metrics.jsonl")
+    step = {"kind": "step", "loss": 2.0, "valid_loss": 1.5}
+    assert summary([{"kind": "start", "unigram_cross_entropy": 3.0}, step]) == (
+        "training loss 2.000 -> 2.000; valid loss 1.500 (unigram cross entropy of the valid set: 3.000)"
+    )
 
 
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
