@@ -57,7 +57,7 @@ class CheckpointFolder:
         final = self.folder / f"step-{step:06d}"
         temporary = final.with_name(final.name + ".tmp")
         if _rank() == 0:
-            for stale in (*self.folder.glob("*.tmp"), final):
+            for stale in self.folder.glob("*.tmp"):
                 shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
@@ -68,9 +68,11 @@ class CheckpointFolder:
         if _rank() == 0:
             facts = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size(), "data_order": _order(recipe)}
             (temporary / "run.json").write_text(json.dumps(facts, indent=1))
+            shutil.rmtree(final, ignore_errors=True)  # of an earlier run that was started afresh here
             temporary.rename(final)
             write_atomically(self.folder / "latest", final.name)
-            for old in sorted(self.folder.glob("step-??????"))[: -self.keep]:
+            mine = [path for path in self.folder.glob("step-??????") if path.name <= final.name]
+            for old in sorted(mine)[: -self.keep]:  # later steps are an earlier run's; they must not crowd this one out
                 shutil.rmtree(old)
         dist.barrier()
         return final

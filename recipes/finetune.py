@@ -6,15 +6,13 @@ It reads top to bottom as the list of steps: processes, mesh, data, model, optim
 from __future__ import annotations
 
 import datetime
-import fcntl
 import logging
 import os
 import random
 import sys
-import time
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +26,7 @@ from .build import build_mesh, build_model
 from .checkpoint import CheckpointFolder, write_atomically
 from .data import build_datasets
 from .export import export_hf
-from .launch import die_with_parent
+from .launch import die_with_parent, lock_folder
 from .loader import load_recipe, run_dir
 from .loop import Run, train
 from .metrics import read_metrics
@@ -123,32 +121,6 @@ def summary(events: list[dict[str, Any]]) -> str:
     if "unigram_cross_entropy" in start:
         text += f" (unigram cross entropy of the valid set: {start['unigram_cross_entropy']:.3f})"
     return text
-
-
-def lock_folder(folder: Path, patience: float = 10.0) -> TextIO:
-    """Make sure that no other run writes to ``folder``; the lock goes with the returned file.
-
-    Args:
-        folder: the run's folder.
-        patience: seconds to wait for a run that is just ending.
-
-    Raises:
-        ValueError: another run holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / "lock", "a+")  # noqa: SIM115 - its life is the lock's
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"{folder}: another run is writing here; wait for it, or set another run_dir"
-                ) from None
-            time.sleep(0.2)
-    return file
 
 
 def _leave_message(folder: Path, error: BaseException) -> None:

@@ -7,11 +7,14 @@ worker that fails leaves ``logs/rank-N.error``; the launcher shows the first of 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TextIO
 
 from cp_core.device import device_count
 
@@ -40,6 +43,17 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
         print(error, file=sys.stderr)
         return 2
     folder = run_dir(recipe)
+    try:
+        lock = lock_folder(folder, "launch.lock", patience=0.0)  # held until the end
+        lock_folder(folder).close()  # a run that torchrun was started for by hand
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with lock:
+        return _launch(recipe, recipe_path, folder, processes)
+
+
+def _launch(recipe: Recipe, recipe_path: Path, folder: Path, processes: int) -> int:
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for stale in logs.glob("rank-*.error"):
@@ -66,6 +80,33 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
     if code != 0:
         print(failure_message(logs, code), file=sys.stderr)
     return code
+
+
+def lock_folder(folder: Path, name: str = "lock", patience: float = 10.0) -> TextIO:
+    """Make sure that no other run writes to ``folder``; the lock goes with the returned file.
+
+    Args:
+        folder: the run's folder.
+        name: ``lock`` is held by the first worker, ``launch.lock`` by the launcher.
+        patience: seconds to wait for a run that is just ending.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / name, "a+")  # noqa: SIM115 - its life is the lock's
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{folder}: another run is writing here; wait for it, or set another run_dir"
+                ) from None
+            time.sleep(0.2)
+    return file
 
 
 def die_with_parent() -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from cp_core.testing import WorkerError, run_distributed
-from recipes.finetune import lock_folder, summary
+from recipes.finetune import summary
+from recipes.launch import lock_folder
 
 from ._training import PRELOAD, losses, run_worker, write_corpus, write_recipe
 
@@ -213,6 +214,34 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
         lock_folder(tmp_path / "run", patience=0.3)
     lock.close()
     lock_folder(tmp_path / "run", patience=0.0).close()
+
+
+def test_second_launch_touches_nothing_of_the_first(tmp_path: Path) -> None:
+    """It used to rewrite recipe.yaml and clear the logs before the worker's lock refused it."""
+    path = write_recipe(tmp_path, "busy")
+    folder = tmp_path / "runs/busy"
+    lock = lock_folder(folder, "launch.lock")
+    (folder / "recipe.yaml").write_text("the first run's")
+    job = launch(path)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "another run is writing here" in err
+    assert sorted(p.name for p in folder.iterdir()) == ["launch.lock", "recipe.yaml"]
+    assert (folder / "recipe.yaml").read_text() == "the first run's"
+    lock.close()
+
+
+@pytest.mark.dist2
+def test_fresh_start_in_a_used_folder(tmp_path: Path) -> None:
+    """The checkpoints of a run that is started afresh are not crowded out by later ones of the run before."""
+    settings = {"parallel__cp__size": 2, "checkpoint__every": 2}
+    whole = curve(tmp_path, "run", 2, **settings)
+    curve(tmp_path, "run", 2, checkpoint__resume="never", train__stop_after=2, **settings)
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    assert (checkpoints / "latest").read_text() == "step-000002"
+    assert (checkpoints / "step-000002" / "run.json").exists()
+    resumed = curve(tmp_path, "run", 2, checkpoint__resume="must", **settings)
+    assert torch.equal(resumed, whole)
 
 
 @pytest.mark.dist2
