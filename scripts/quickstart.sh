@@ -3,8 +3,7 @@
 #   bash scripts/quickstart.sh [a.b=c ...]      overrides go to the recipe
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 recipe=recipes/configs/qwen3_moe/quickstart.yaml
-rm -rf runs/qwen3_moe_quickstart
 echo "== train the first half, then stop =="
-python -m recipes run "$recipe" train.stop_after=50 "$@"
+python -m recipes run "$recipe" checkpoint.resume=never train.stop_after=50 "$@"
 echo "== the same command again resumes from the checkpoint =="
 python -m recipes run "$recipe" "$@"

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -234,7 +235,8 @@ class CPPreTrainedModel(PreTrainedModel):
         )
         if is_main_process:
             config = copy.deepcopy(self.config)
-            config.architectures = [type(self).__name__]
+            # FSDP2 puts a class of its own, FSDPQwen3Moe..., in front of the model's
+            config.architectures = [next(c.__name__ for c in type(self).__mro__ if not issubclass(c, FSDPModule))]
             config.dtype = self._dtype_on_disk or config.dtype
             config.save_pretrained(folder)
             for name in _SIDE_FILES:

@@ -269,6 +269,7 @@ def test_export_loads_in_transformers(tmp_path: Path) -> None:
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= {
         p.name for p in folder.iterdir()
     }
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("lambda x: x")["input_ids"]) == "lambda x: x"
