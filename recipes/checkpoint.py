@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from .schema import Recipe
 
 _FORMAT = 1
+_STEP = re.compile(r"step-\d{6,}")
 
 
 class CheckpointFolder:
@@ -32,21 +34,42 @@ class CheckpointFolder:
     Args:
         folder: where they lie; made when the first is saved.
         keep: how many to keep.
+        data_digest: of the run's token rows; a checkpoint goes on with the same rows only.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, data_digest: str) -> None:
         self.folder = folder
         self.keep = keep
+        self.data_digest = data_digest
+
+    def start_afresh(self) -> None:
+        """Forget what an earlier run saved here, before the first step; collective.
+
+        Its folders stay; ``latest`` becomes ``latest.previous``. Otherwise a kill before this run's first checkpoint
+        would let the next resume go on with the earlier run.
+        """
+        pointer = self.folder / "latest"
+        if _rank() == 0 and pointer.exists():
+            pointer.replace(pointer.with_name("latest.previous"))
+        dist.barrier()
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
         pointer = self.folder / "latest"
         if not pointer.exists():
             return None
-        path = self.folder / pointer.read_text().strip()
-        if not (path / "run.json").exists():
-            raise ValueError(f"{pointer} names {path.name}, which is not there; delete {pointer.name} or restore it")
-        return path
+        name = pointer.read_text(errors="replace").strip()
+        path = self.folder / name
+        if _STEP.fullmatch(name) and (path / "run.json").exists():
+            return path
+        whole = [found.name for found in self._steps() if (found / "run.json").exists()]
+        remedy = f"write {whole[-1]} into {pointer}" if whole else "start afresh with checkpoint.resume=never"
+        raise ValueError(f"{pointer} names {name!r}, which is no complete checkpoint here; restore it, or {remedy}")
+
+    def _steps(self) -> list[Path]:
+        """All checkpoint folders, oldest step first."""
+        found = [path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name)]
+        return sorted(found, key=_step_of)
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Path:
         """Write the state after ``step`` optimizer steps; collective.
@@ -66,13 +89,18 @@ class CheckpointFolder:
         torch.save(_random_state(), temporary / f"random.{_rank()}.pt")
         dist.barrier()
         if _rank() == 0:
-            facts = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size(), "data_order": _order(recipe)}
+            facts = {
+                "format": _FORMAT,
+                "step": step,
+                "world_size": dist.get_world_size(),
+                "data_order": self._order(recipe),
+            }
             (temporary / "run.json").write_text(json.dumps(facts, indent=1))
             shutil.rmtree(final, ignore_errors=True)  # of an earlier run that was started afresh here
             temporary.rename(final)
             write_atomically(self.folder / "latest", final.name)
-            mine = [path for path in self.folder.glob("step-??????") if path.name <= final.name]
-            for old in sorted(mine)[: -self.keep]:  # later steps are an earlier run's; they must not crowd this one out
+            mine = [path for path in self._steps() if _step_of(path) <= step]
+            for old in mine[: -self.keep]:  # later steps are an earlier run's; they must not crowd this one out
                 shutil.rmtree(old)
         dist.barrier()
         return final
@@ -86,10 +114,11 @@ class CheckpointFolder:
             The number of optimizer steps done.
 
         Raises:
-            ValueError: settings that change the data order or the model differ from those it was saved with.
+            ValueError: settings or data that the run depends on differ from those it was saved with, or ``run.json``
+                is damaged or of another version.
         """
-        facts = json.loads((path / "run.json").read_text())
-        saved, now = facts["data_order"], _order(recipe)
+        facts = _read_facts(path / "run.json")
+        saved, now = facts["data_order"], self._order(recipe)
         changed = [key for key in now if saved.get(key) != now[key]]
         if changed:
             detail = "; ".join(f"{key}: saved {saved.get(key)!r}, now {now[key]!r}" for key in changed)
@@ -105,6 +134,18 @@ class CheckpointFolder:
             _restore_random_state(torch.load(path / f"random.{_rank()}.pt", weights_only=False))
         return int(facts["step"])
 
+    def _order(self, recipe: Recipe) -> dict[str, Any]:
+        """What the next step depends on, beside the state that is saved; flat, so that a message shows one change."""
+        sections = {"model": recipe.model, "data": recipe.data, "optim": recipe.optim}
+        order = {
+            f"{name}.{key}": value
+            for name, section in sections.items()
+            for key, value in section.model_dump(mode="json").items()
+        }
+        train = recipe.train
+        order |= {"train.seed": train.seed, "train.global_batch": train.global_batch, "train.steps": train.steps}
+        return {**order, "the token rows (text and tokenizer)": self.data_digest}
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to a temporary name beside ``path``, then rename."""
@@ -113,16 +154,23 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _order(recipe: Recipe) -> dict[str, Any]:
-    """What the next step's data and update depend on, beside the state that is saved."""
-    return {
-        "model": recipe.model.model_dump(mode="json"),
-        "data": recipe.data.model_dump(mode="json"),
-        "optim": recipe.optim.model_dump(mode="json"),
-        "train.seed": recipe.train.seed,
-        "train.global_batch": recipe.train.global_batch,
-        "train.steps": recipe.train.steps,
-    }
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text())
+        version = facts["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); resume from another checkpoint of {path.parent.parent}"
+        ) from None
+    if version != _FORMAT:
+        raise ValueError(
+            f"{path} has format {version!r}, this version reads {_FORMAT}; resume it with the version it is of"
+        )
+    return facts
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _random_state() -> dict[str, Any]:

@@ -89,7 +89,7 @@ def work(recipe: Recipe, folder: Path) -> None:
     model = build_model(recipe, mesh, data.tokenizer)
     say(console, format_report(model.cp_report))
     optimizer = build_optimizer(model, recipe.optim)
-    checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep)
+    checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep, data.digest())
     run = Run(recipe, folder, mesh, data, model, optimizer, checkpoints, console)
     run.resume()
     finished = train(run)

@@ -63,7 +63,9 @@ class Run:
             ValueError: ``resume: must`` without a checkpoint, or a checkpoint of other settings.
         """
         mode = self.recipe.checkpoint.resume
-        latest = None if mode == "never" else self.checkpoints.latest()
+        if mode == "never":
+            self.checkpoints.start_afresh()
+        latest = self.checkpoints.latest()
         if latest is None:
             if mode == "must":
                 raise ValueError(f"checkpoint.resume=must, but {self.checkpoints.folder} holds no checkpoint")

@@ -115,6 +115,51 @@ def test_resume_refuses_another_data_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist2
+def test_resume_refuses_another_text(tmp_path: Path) -> None:
+    """Other lines under the same path: another tokenizer, other rows, and held-out text may have been trained on."""
+    curve(tmp_path, "run", 1, train__stop_after=2)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[4:]))
+    with pytest.raises(
+        WorkerError, match=r"cannot resume.*the token rows \(text and tokenizer\): saved '\w+', now '\w+'"
+    ):
+        curve(tmp_path, "run", 1)
+
+
+def test_fresh_start_forgets_the_run_before_even_if_killed_at_once(tmp_path: Path) -> None:
+    """A run started with resume=never and killed before its first checkpoint must not fall back to the older run."""
+    curve(tmp_path, "run", 1, train__stop_after=3)
+    path = write_recipe(tmp_path, "run", checkpoint__resume="never", optim__max_grad_norm=None, optim__lr=1e30)
+    with pytest.raises(WorkerError, match="the update was not made"):
+        train(path, 1)
+    curve(tmp_path, "run", 1, train__stop_after=1)
+    assert len(losses(tmp_path / "run.yaml")) == 1
+
+
+def test_damaged_pointers_and_facts_say_what_to_do(tmp_path: Path) -> None:
+    curve(tmp_path, "run", 1, train__stop_after=4, checkpoint__every=2)
+    folder = tmp_path / "runs/run/checkpoints"
+    (folder / "step-000004").rename(folder / "gone")
+    for name, shown in (("step-000004", "'step-000004'"), ("", "''"), ("/etc", "'/etc'")):
+        (folder / "latest").write_text(name)
+        with pytest.raises(
+            WorkerError, match=rf"names {shown}, which is no complete checkpoint.*write step-000002 into"
+        ):
+            curve(tmp_path, "run", 1)
+    (folder / "latest").write_text("step-000002")
+    facts = folder / "step-000002" / "run.json"
+    whole = facts.read_text()
+    facts.write_text("")
+    with pytest.raises(WorkerError, match=r"run\.json is damaged"):
+        curve(tmp_path, "run", 1)
+    facts.write_text(whole.replace('"format": 1', '"format": 99'))
+    with pytest.raises(WorkerError, match=r"run\.json has format 99, this version reads 1"):
+        curve(tmp_path, "run", 1)
+    facts.write_text(whole)
+    assert len(curve(tmp_path, "run", 1)) == 6
+
+
+@pytest.mark.dist2
 def test_half_written_checkpoint_is_never_resumed(tmp_path: Path) -> None:
     """What a kill during a save leaves: a .tmp folder, newer than ``latest``. It is ignored, then cleared away."""
     settings = {"parallel__cp__size": 2, "checkpoint__every": 2}
