@@ -150,8 +150,12 @@ class CheckpointFolder:
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to a temporary name beside ``path``, then rename."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .build import build_mesh, build_model
 from .checkpoint import CheckpointFolder, write_atomically
 from .data import build_datasets
 from .export import export_hf
-from .launch import die_with_parent, lock_folder
+from .lifetime import lock_folder
 from .loader import load_recipe, run_dir
 from .loop import Run, train
 from .metrics import read_metrics
@@ -55,7 +55,6 @@ def main(arguments: list[str]) -> None:
 
 
 def _start(recipe: Recipe) -> None:
-    die_with_parent()
     device = local_device()
     logging.basicConfig(level=logging.WARNING)
     if recipe.train.threads is not None:
@@ -94,7 +93,10 @@ def work(recipe: Recipe, folder: Path) -> None:
     run.resume()
     finished = train(run)
     if not finished:
-        say(console, f"stopped after step {run.step} as asked; run again to resume")
+        say(
+            console,
+            f"stopped: {run.step} of {recipe.train.steps} steps are done (train.stop_after); run again to resume",
+        )
         return
 
     if first and recipe.log.plot:
@@ -126,9 +128,14 @@ def summary(events: list[dict[str, Any]]) -> str:
 def _leave_message(folder: Path, error: BaseException) -> None:
     rank = os.environ.get("RANK", "0")
     logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-    write_atomically(logs / f"rank-{rank}.error", text)
+    causes = getattr(error, "failures", {})  # DCP collects what its ranks raised
+    told = "".join(f"on rank {r}: {type(e[0]).__name__}: {e[0]}\n" for r, e in causes.items())
+    text = f"{told}{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(logs / f"rank-{rank}.error", text)
+    except OSError as second:  # the same full disk, perhaps; the traceback still reaches the launcher
+        print(f"(rank {rank} could not leave its message: {second})", file=sys.stderr)
 
 
 if __name__ == "__main__":

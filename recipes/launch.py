@@ -6,23 +6,27 @@ worker that fails leaves ``logs/rank-N.error``; the launcher shows the first of 
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
+import threading
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from cp_core.device import device_count
 
 from .build import mesh_shape
 from .checkpoint import write_atomically
+from .lifetime import LAUNCH_LOCK, die_with_parent, launcher_environment, lock_folder
 from .loader import dump_recipe, run_dir
 from .schema import Recipe
 
+RESOLVED = "recipe.yaml"
+_HEADER = "# resolved from"
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -43,8 +47,14 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
         print(error, file=sys.stderr)
         return 2
     folder = run_dir(recipe)
+    if _is_own_file(recipe_path, folder / RESOLVED):
+        print(
+            f"run_dir: {folder} holds the recipe {recipe_path} itself and would replace it; set another",
+            file=sys.stderr,
+        )
+        return 2
     try:
-        lock = lock_folder(folder, "launch.lock", patience=0.0)  # held until the end
+        lock = lock_folder(folder, LAUNCH_LOCK, patience=1.0)  # held until the end
         lock_folder(folder).close()  # a run that torchrun was started for by hand
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -53,67 +63,67 @@ def launch(recipe: Recipe, recipe_path: Path) -> int:
         return _launch(recipe, recipe_path, folder, processes)
 
 
+def _is_own_file(recipe_path: Path, resolved: Path) -> bool:
+    """Whether the resolved recipe would overwrite one that a person wrote."""
+    if not resolved.exists() or resolved.resolve() != recipe_path.resolve():
+        return False
+    return not resolved.read_text().startswith(_HEADER)
+
+
 def _launch(recipe: Recipe, recipe_path: Path, folder: Path, processes: int) -> int:
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in logs.glob("rank-*.error"):
+    for stale in logs.glob("rank-*.error*"):
         stale.unlink()
-    resolved = folder / "recipe.yaml"
-    write_atomically(resolved, f"# resolved from {recipe_path}\n{dump_recipe(recipe)}")
-    environment = dict(os.environ)
+    resolved = folder / RESOLVED
+    write_atomically(resolved, f"{_HEADER} {recipe_path}\n{dump_recipe(recipe)}")
+    environment = {**os.environ, **launcher_environment(folder)}
     threads = recipe.train.threads or max(1, (os.cpu_count() or 1) // processes)
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), *filter(None, [environment.get("PYTHONPATH")])])
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "-m", "recipes.finetune", str(resolved),
+        "-m", "recipes.worker", str(resolved),
     ]  # fmt: skip
-    with open(logs / "stderr.log", "w") as log:  # torchrun repeats a failure at length; failure_message is shorter
-        worker = subprocess.Popen(command, env=environment, stderr=log, preexec_fn=die_with_parent)
-        try:
-            code = worker.wait()
-        except KeyboardInterrupt:
-            worker.terminate()
-            worker.wait()
-            print(f"\nstopped; resume with the same command (run folder: {folder})", file=sys.stderr)
-            return 130
+    worker = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=die_with_parent
+    )
+    tail: deque[str] = deque(maxlen=200)
+    reader = threading.Thread(target=_copy_lines, args=(worker.stderr, logs / "stderr.log", tail), daemon=True)
+    reader.start()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        code = worker.wait()
+    except KeyboardInterrupt as interrupt:
+        worker.terminate()
+        worker.wait()
+        print(f"\nstopped; resume with the same command (run folder: {folder})", file=sys.stderr)
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    reader.join(timeout=5)
     if code != 0:
-        print(failure_message(logs, code), file=sys.stderr)
+        print(failure_message(logs, code, "".join(tail)), file=sys.stderr)
     return code
 
 
-def lock_folder(folder: Path, name: str = "lock", patience: float = 10.0) -> TextIO:
-    """Make sure that no other run writes to ``folder``; the lock goes with the returned file.
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
 
-    Args:
-        folder: the run's folder.
-        name: ``lock`` is held by the first worker, ``launch.lock`` by the launcher.
-        patience: seconds to wait for a run that is just ending.
 
-    Raises:
-        ValueError: another run holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / name, "a+")  # noqa: SIM115 - its life is the lock's
-    deadline = time.monotonic() + patience
-    while True:
+def _copy_lines(lines: Iterable[str], path: Path, tail: deque[str]) -> None:
+    """Write what torchrun and the workers say to a file, and keep its end: the disk may be what is full."""
+    try:
+        log: IO[str] | None = open(path, "w")  # noqa: SIM115 - closed below, or full
+    except OSError:
+        log = None
+    for line in lines:
+        tail.append(line)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if log is not None:
+                log.write(line)
+                log.flush()
         except OSError:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"{folder}: another run is writing here; wait for it, or set another run_dir"
-                ) from None
-            time.sleep(0.2)
-    return file
-
-
-def die_with_parent() -> None:
-    """Have Linux end this process when its parent is killed; torchrun's workers would live on as orphans."""
-    if sys.platform == "linux":
-        parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(parent_death_signal, signal.SIGKILL)
+            log = None
 
 
 def process_count(recipe: Recipe) -> int:
@@ -125,10 +135,25 @@ def process_count(recipe: Recipe) -> int:
     return needed if parallel.dp_shard is not None else (device_count() or needed)
 
 
-def failure_message(logs: Path, code: int) -> str:
-    """What the first worker that failed said, and where to read more."""
+def failure_message(logs: Path, code: int, stderr: str = "") -> str:
+    """What the first worker that failed said, and where to read more.
+
+    Args:
+        logs: the run's ``logs`` folder.
+        code: torchrun's exit code.
+        stderr: the end of what torchrun and the workers wrote.
+    """
+    log = logs / "stderr.log"
     errors = sorted(logs.glob("rank-*.error"), key=lambda path: path.stat().st_mtime_ns)
+    spoke = {path.stem.removeprefix("rank-") for path in errors}
+    for rank, exit_code in re.findall(r"rank\s*: (\d+) \(.*?exitcode\s*: (-?\d+)", stderr, re.DOTALL):
+        number = int(exit_code)
+        if rank not in spoke and number not in (0, -signal.SIGTERM):  # peers of one that was killed blame the network
+            how = f"was killed by signal {-number}" if number < 0 else f"ended with exit code {number}"
+            hint = " (out of memory?)" if number == -signal.SIGKILL else ""
+            return f"rank {rank} {how}{hint} and left no message; the others then failed. See {log}"
     if not errors:
-        return f"the run failed (exit code {code}) and no worker left a message; see {logs / 'stderr.log'}"
+        end = "".join(stderr.splitlines(keepends=True)[-30:])
+        return f"{end}\nthe run failed (exit code {code}) and no worker left a message; see {log}"
     rank = errors[0].stem.removeprefix("rank-")
-    return f"{errors[0].read_text().rstrip()}\n\nrank {rank} failed first; see {errors[0]} and {logs / 'stderr.log'}"
+    return f"{errors[0].read_text().rstrip()}\n\nrank {rank} failed first; see {errors[0]} and {log}"

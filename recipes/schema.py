@@ -102,7 +102,7 @@ class TrainSection(Section):
     micro_batch: int = Field(1, gt=0, description="sequences per data rank and forward")
     eval_every: int = Field(0, ge=0, description="validate every n steps and at the end; 0: at the end only")
     stop_after: int | None = Field(None, ge=1, description="end this session after this step; a later run resumes")
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     deterministic: bool = Field(False, description="torch.use_deterministic_algorithms")
     threads: int | None = Field(None, ge=1, description="CPU threads per process; default: cores // processes")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import torch
 
 from cp_core.testing import WorkerError, run_distributed
 from recipes.finetune import summary
-from recipes.launch import lock_folder
+from recipes.launch import failure_message
+from recipes.lifetime import lock_folder
 
 from ._training import PRELOAD, losses, run_worker, write_corpus, write_recipe
 
@@ -251,6 +253,89 @@ def test_summary_of_a_run_whose_metrics_are_gone() -> None:
     assert summary([{"kind": "start", "unigram_cross_entropy": 3.0}, step]) == (
         "training loss 2.000 -> 2.000; valid loss 1.500 (unigram cross entropy of the valid set: 3.000)"
     )
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the launcher's grandchildren: torchrun's workers."""
+
+    def children(pid: int) -> list[int]:
+        try:
+            return [
+                int(child)
+                for task in Path(f"/proc/{pid}/task").iterdir()
+                for child in (task / "children").read_text().split()
+            ]
+        except OSError:
+            return []
+
+    found = [grandchild for child in children(launcher.pid) for grandchild in children(child)]
+    return [pid for pid in found if b"recipes.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def wait_for(condition: Any, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.dist2
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux telling a child of its parent's death")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_a_launcher_that_dies_early(tmp_path: Path, number: signal.Signals) -> None:
+    """While the workers still import: they used to wait for torchrun's store for ever."""
+    job = launch(write_recipe(tmp_path, "early", parallel__nproc=2, parallel__cp__size=2, train__steps=400))
+    pids = wait_for(lambda: len(workers_of(job)) == 2 and workers_of(job), 60)
+    assert len(pids) == 2
+    job.send_signal(number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert number == signal.SIGKILL or "stopped; resume with the same command" in err
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 20)
+
+
+@pytest.mark.dist2
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+def test_a_worker_that_is_killed_is_named(tmp_path: Path) -> None:
+    """Its peer, whose connection closed, leaves a message and used to get the blame."""
+    job = launch(write_recipe(tmp_path, "shot", parallel__nproc=2, parallel__cp__size=2, train__steps=4000))
+    metrics = tmp_path / "runs/shot/metrics.jsonl"
+    assert wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 90)
+    (shot,) = [pid for pid in workers_of(job) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(shot, signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "rank 1 was killed by signal 9 (out of memory?) and left no message" in err
+
+
+def test_failure_message_without_any_message(tmp_path: Path) -> None:
+    """A full disk holds neither the message nor the log: the end of stderr is shown."""
+    assert "No space left on device" in failure_message(tmp_path, 1, "OSError: No space left on device\n")
+
+
+def test_the_recipe_is_not_replaced_by_the_resolved_one(tmp_path: Path) -> None:
+    text = write_recipe(tmp_path, "recipe", run_dir=str(tmp_path)).read_text()
+    job = launch(tmp_path / "recipe.yaml")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "holds the recipe" in err
+    assert (tmp_path / "recipe.yaml").read_text() == text
+
+
+def test_run_dir_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = launch(write_recipe(tmp_path, "nowhere", run_dir=str(tmp_path / "file")))
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert err.startswith("run_dir: ")
+    assert "Traceback" not in err
 
 
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
