@@ -48,18 +48,19 @@ def export_hf(run: Run) -> None:
     dist.barrier()
     say(run.console, f"export   {final}")
     if run.recipe.export.verify:
-        difference = logit_difference(run, final)
-        if difference is not None:
-            where = f"{difference:.2e} over {_CHECKED_TOKENS} tokens in {run.recipe.model.dtype}"
+        found = logit_difference(run, final)
+        if found is not None:
+            difference, tokens = found
+            where = f"{difference:.2e} over {tokens} tokens in {run.recipe.model.dtype}"
             say(run.console, f"checked  transformers loads it; largest logit difference {where}")
 
 
 @torch.no_grad()
-def logit_difference(run: Run, folder: Path) -> float | None:
+def logit_difference(run: Run, folder: Path) -> tuple[float, int] | None:
     """Largest absolute difference between our logits and transformers' on the same tokens; collective.
 
     Returns:
-        The difference on the first rank, None on the others.
+        The difference and the number of tokens compared on the first rank, None on the others.
     """
     rows = run.data.valid_rows or run.data.train_rows
     tokens = torch.tensor([rows[0].input_ids[:_CHECKED_TOKENS]])
@@ -71,4 +72,4 @@ def logit_difference(run: Run, folder: Path) -> float | None:
         return None
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype, experts_implementation="eager")
     theirs: Tensor = reference(input_ids=tokens).logits
-    return float((ours.cpu() - theirs).abs().max())
+    return float((ours.cpu() - theirs).abs().max()), tokens.numel()

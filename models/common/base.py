@@ -25,6 +25,7 @@ from cp_core import ContextParallelConfig, ResolvedCP, SequenceContext, Topology
 from cp_core.device import local_device
 from cp_core.shard import shift_labels
 
+from .checkpoint_files import read_json
 from .checkpoint_io import load_weights, local_box, save_weights
 from .checkpoint_reader import CheckpointReader
 from .norm import RMSNorm
@@ -122,7 +123,7 @@ class CPPreTrainedModel(PreTrainedModel):
         folder = resolve_folder(pretrained_model_name_or_path)
         with CheckpointReader(folder) as reader:
             assert cls.config_class is not None
-            family = reader.config.get("model_type")
+            family = read_json(folder / "config.json").get("model_type")
             if family != cls.config_class.model_type:
                 problem = f"this folder holds a {family!r} checkpoint; use the class of {family!r}"
                 raise CheckpointError(folder, [problem])
