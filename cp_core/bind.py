@@ -38,7 +38,7 @@ def bind_context_parallel(
 
     Args:
         model: declares its mixers (``CPModel``).
-        topology: of the mesh; cp size 1 binds the ``local`` strategy and ignores ``config``.
+        topology: of the mesh; cp size 1 binds the ``local`` strategy, whatever algorithm ``config`` names.
         config: None is ``all_gather`` + ``sync``.
 
     Returns:

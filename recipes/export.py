@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from cp_core import shard_batch, unshard
 
@@ -22,12 +22,19 @@ if TYPE_CHECKING:
     from .loop import Run
 
 _CHECKED_TOKENS = 256
+_TOLERANCE = (
+    1e-3  # of the largest logit, for exports that hold the very parameters (fp32, fp64): else the export is wrong
+)
 
 
 def export_hf(run: Run) -> None:
     """Write ``export/`` in the run's folder (weights, index, config, generation config, tokenizer); collective.
 
     With ``export.verify`` the first rank loads it with transformers and prints the largest logit difference.
+
+    Raises:
+        RuntimeError: an export of fp32 or fp64 parameters computes something else. (Narrower dtypes turn experts over
+            by rounding, so there the difference is only shown.)
     """
     first = dist.get_rank() == 0
     final = run.folder / "export"
@@ -50,17 +57,19 @@ def export_hf(run: Run) -> None:
     if run.recipe.export.verify:
         found = logit_difference(run, final)
         if found is not None:
-            difference, tokens = found
+            difference, scale, tokens = found
             where = f"{difference:.2e} over {tokens} tokens in {run.recipe.model.dtype}"
+            if not difference <= _TOLERANCE * scale and _holds_the_parameters(run, final):
+                raise RuntimeError(f"{final}: transformers computes other logits from it: {where}; do not use it")
             say(run.console, f"checked  transformers loads it; largest logit difference {where}")
 
 
 @torch.no_grad()
-def logit_difference(run: Run, folder: Path) -> tuple[float, int] | None:
+def logit_difference(run: Run, folder: Path) -> tuple[float, float, int] | None:
     """Largest absolute difference between our logits and transformers' on the same tokens; collective.
 
     Returns:
-        The difference and the number of tokens compared on the first rank, None on the others.
+        The difference, the largest logit, and the number of tokens compared on the first rank, None on the others.
     """
     rows = run.data.valid_rows or run.data.train_rows
     tokens = torch.tensor([rows[0].input_ids[:_CHECKED_TOKENS]])
@@ -72,4 +81,11 @@ def logit_difference(run: Run, folder: Path) -> tuple[float, int] | None:
         return None
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype, experts_implementation="eager")
     theirs: Tensor = reference(input_ids=tokens).logits
-    return float((ours.cpu() - theirs).abs().max()), tokens.numel()
+    return float((ours.cpu() - theirs).abs().max()), float(theirs.abs().max()), tokens.numel()
+
+
+def _holds_the_parameters(run: Run, folder: Path) -> bool:
+    """Whether nothing was rounded on the way: parameters in fp32 or fp64, written in that dtype."""
+    trained = next(run.model.parameters()).dtype
+    saved = AutoConfig.from_pretrained(folder).dtype
+    return trained in (torch.float32, torch.float64) and saved == trained

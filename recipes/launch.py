@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
 
 from cp_core.device import device_count
 
@@ -113,17 +112,14 @@ def _interrupt(number: int, frame: object) -> None:
 def _copy_lines(lines: Iterable[str], path: Path, tail: deque[str]) -> None:
     """Write what torchrun and the workers say to a file, and keep its end: the disk may be what is full."""
     try:
-        log: IO[str] | None = open(path, "w")  # noqa: SIM115 - closed below, or full
-    except OSError:
-        log = None
-    for line in lines:
-        tail.append(line)
-        try:
-            if log is not None:
+        with open(path, "w") as log:
+            for line in lines:
+                tail.append(line)
                 log.write(line)
                 log.flush()
-        except OSError:
-            log = None
+    except OSError as error:
+        tail.append(f"{path}: {error}\n")
+    tail.extend(lines)  # what is left when the file could not take it
 
 
 def process_count(recipe: Recipe) -> int:

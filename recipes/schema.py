@@ -31,7 +31,10 @@ class ModelSection(Section):
     init: Literal["pretrained", "random"] = Field("pretrained", description="weights from `path`, or random ones")
     path: str | None = Field(None, description="folder with an HF checkpoint (init: pretrained)")
     config: dict[str, Any] = Field(default_factory=dict, description="HF config values (init: random)")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field("bfloat16", description="dtype of the parameters")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="dtype of parameters and optimizer; in bfloat16 AdamW's small updates are rounded away",
+    )
     output_router_logits: bool = Field(True, description="add the router's load-balancing loss (MoE models)")
 
 

@@ -28,6 +28,7 @@ from cp_core.shard import shift_labels
 from .checkpoint_files import read_json
 from .checkpoint_io import load_weights, local_box, save_weights
 from .checkpoint_reader import CheckpointReader
+from .convert import parse_size
 from .norm import RMSNorm
 from .parallelize import CheckpointedLayer, ParallelConfig, parallelize
 from .weights import LAYOUT_KEY, CheckpointError, WeightTable
@@ -76,11 +77,6 @@ class CPPreTrainedModel(PreTrainedModel):
     @classmethod
     def weight_table(cls, config: PretrainedConfig) -> WeightTable:
         """How checkpoint tensors and parameters correspond."""
-        raise NotImplementedError
-
-    @classmethod
-    def check_config(cls, config: PretrainedConfig) -> None:
-        """Refuse a config that this version would compute wrongly (``ValueError``)."""
         raise NotImplementedError
 
     # Building.
@@ -206,7 +202,7 @@ class CPPreTrainedModel(PreTrainedModel):
         save_directory: str | Path,
         *,
         is_main_process: bool | None = None,
-        max_shard_size: int = 5 * 2**30,
+        max_shard_size: int | str = 5 * 2**30,
         **refused: object,
     ) -> None:
         """Write the HF layout: config, weights under their HF names with the dtypes they had on disk, index.
@@ -216,10 +212,10 @@ class CPPreTrainedModel(PreTrainedModel):
         Args:
             save_directory: the folder; made if missing.
             is_main_process: whether this rank writes; None: rank 0 does.
-            max_shard_size: bytes of one file.
+            max_shard_size: bytes of one file, or a size such as ``5GB``.
 
         Raises:
-            ValueError: an argument that the zoo does not take.
+            ValueError: an argument that the zoo does not take, or a size that cannot be read.
         """
         if refused:
             raise ValueError(f"{type(self).__name__}.save_pretrained does not take {', '.join(sorted(refused))}")
@@ -231,7 +227,7 @@ class CPPreTrainedModel(PreTrainedModel):
             self.weight_table(self.config),
             folder,
             dtypes=self._source_dtypes or None,
-            max_shard_bytes=max_shard_size,
+            max_shard_bytes=parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size,
             is_writer=is_main_process,
         )
         if is_main_process:
@@ -243,6 +239,8 @@ class CPPreTrainedModel(PreTrainedModel):
             for name in _SIDE_FILES:
                 if self._source_folder is not None and (self._source_folder / name).exists():
                     shutil.copyfile(self._source_folder / name, folder / name)
+        if self.topology.dp_cp.group is not None:
+            torch.distributed.barrier(self.topology.dp_cp.group)  # the folder is whole when any rank returns
 
     # Training switches, as transformers has them.
 

@@ -78,12 +78,6 @@ class Qwen3MoeForCausalLM(CPPreTrainedModel):
         assert isinstance(config, Qwen3MoeConfig)
         return weight_table(config)
 
-    @classmethod
-    def check_config(cls, config: PretrainedConfig) -> None:
-        """See ``CPPreTrainedModel``."""
-        assert isinstance(config, Qwen3MoeConfig)
-        check_config(config)
-
     def forward(
         self,
         input_ids: Tensor | None = None,
