@@ -624,3 +624,11 @@ def test_a_bound_model_can_be_copied(tmp_path: Path) -> None:
     """As an average of weights does; the copy talks over the same groups."""
     folder = make_tiny_qwen3_moe(tmp_path / "m")
     assert run_distributed(copy_worker, 2, str(folder), preload=PRELOAD) == [True, True]
+
+
+def test_shard_size_as_transformers_writes_it(tmp_path: Path) -> None:
+    model = Qwen3MoeForCausalLM.from_pretrained(make_tiny_qwen3_moe(tmp_path / "m"))
+    model.save_pretrained(tmp_path / "out", max_shard_size="50KB")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    with pytest.raises(ValueError, match="must read like 5GB"):
+        model.save_pretrained(tmp_path / "other", max_shard_size="large")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import yaml
 
+from cp_core.testing import run_distributed
 from recipes.finetune import work
 from recipes.loader import load_recipe, run_dir
 from recipes.metrics import read_metrics
@@ -76,4 +77,16 @@ def run_worker(rank: int, world_size: int, path: str) -> None:
 def losses(path: Path, key: str = "loss") -> list[float]:
     """One number a step from the run's metrics."""
     folder = run_dir(load_recipe(path))
-    return [event[key] for event in read_metrics(folder / "metrics.jsonl") if event["kind"] == "step"]
+    return [event[key] for event in read_metrics(folder / "metrics.jsonl") if event["kind"] == "step" and key in event]
+
+
+def train(path: Path, processes: int, timeout: float = 120) -> None:
+    """Run the recipe at ``path`` on so many processes."""
+    run_distributed(run_worker, processes, str(path), timeout=timeout, preload=PRELOAD)
+
+
+def curve(folder: Path, name: str, processes: int, **overrides: Any) -> torch.Tensor:
+    """Write a recipe, run it, and return its losses, one a step."""
+    path = write_recipe(folder, name, parallel__nproc=processes, **overrides)
+    train(path, processes)
+    return torch.tensor(losses(path), dtype=torch.float64)
