@@ -2,7 +2,8 @@
 
 A causal shard is never an S x S mask. For each document, the local queries ``[a, b)`` see the keys before them as a
 plain rectangle ``[start, a)`` and themselves as a square lower triangle ``[a, b)``; the two results are merged by
-their log-sum-exp. Padding is in no block, and a query in no block gets output 0.
+their log-sum-exp. Keys that start or end inside the queries cut the triangle short. Padding is in no block, and a
+query in no block gets output 0.
 """
 
 from __future__ import annotations
@@ -47,14 +48,7 @@ def attention_blocks(meta: CausalMetadata, rows: tuple[Row, ...]) -> tuple[Block
     Args:
         meta: where q and k sit.
         rows: the segments of each batch row.
-
-    Raises:
-        ValueError: a causal query range that starts before its keys do.
     """
-    if meta.causal and meta.k_start > meta.q_start:
-        raise ValueError(
-            f"queries from token {meta.q_start} on cannot be causal over keys from token {meta.k_start} on"
-        )
     blocks: list[Block] = []
     first = 0
     while first < len(rows):
@@ -66,20 +60,46 @@ def attention_blocks(meta: CausalMetadata, rows: tuple[Row, ...]) -> tuple[Block
     return tuple(blocks)
 
 
+def span_blocks(
+    spans: tuple[tuple[int, int], ...], k_start: int, k_stop: int, causal: bool, rows: tuple[Row, ...]
+) -> tuple[Block, ...]:
+    """The blocks of queries that are several runs of the sequence, one after the other in one tensor."""
+    blocks: list[Block] = []
+    offset = 0
+    for start, stop in spans:
+        for block in attention_blocks(CausalMetadata(start, stop, k_start, k_stop, causal), rows):
+            blocks.append(block._replace(q0=block.q0 + offset, q1=block.q1 + offset))
+        offset += stop - start
+    return tuple(blocks)
+
+
+def pairs_of(blocks: tuple[Block, ...]) -> int:
+    """Query-key pairs that the blocks compute, over all rows."""
+    total = 0
+    for b0, b1, q0, q1, k0, k1, causal in blocks:
+        width = q1 - q0
+        total += (b1 - b0) * (width * (width + 1) // 2 if causal else width * (k1 - k0))
+    return total
+
+
 def _row_blocks(meta: CausalMetadata, row: Row, b0: int, b1: int) -> list[Block]:
     blocks = []
+
+    def add(q_from: int, q_to: int, k_from: int, k_to: int, causal: bool) -> None:
+        if q_from < q_to and k_from < k_to:
+            q0, q1, k0, k1 = q_from - meta.q_start, q_to - meta.q_start, k_from - meta.k_start, k_to - meta.k_start
+            blocks.append(Block(b0, b1, q0, q1, k0, k1, causal))
+
     for start, stop, padding in row:
-        a, b = max(start, meta.q_start), min(stop, meta.q_stop)
-        if padding or a >= b:
+        a, b = max(start, meta.q_start), min(stop, meta.q_stop)  # the document's queries ...
+        lo, hi = max(start, meta.k_start), min(stop, meta.k_stop)  # ... and its keys
+        if padding or a >= b or lo >= hi:
             continue
-        q0, q1 = a - meta.q_start, b - meta.q_start
-        k_first = max(start, meta.k_start) - meta.k_start
         if not meta.causal:
-            k_last = min(stop, meta.k_stop) - meta.k_start
-            if k_last > k_first:
-                blocks.append(Block(b0, b1, q0, q1, k_first, k_last, False))
+            add(a, b, lo, hi, False)
             continue
-        if a - meta.k_start > k_first:
-            blocks.append(Block(b0, b1, q0, q1, k_first, a - meta.k_start, False))
-        blocks.append(Block(b0, b1, q0, q1, a - meta.k_start, b - meta.k_start, True))
+        first, last = max(a, lo), min(b, hi)  # tokens that are both
+        add(a, b, lo, min(a, hi), False)
+        add(first, last, first, last, True)
+        add(last, b, first, last, False)
     return blocks

@@ -17,10 +17,11 @@ class Algorithm(StrEnum):
     ULYSSES = "ulysses"
     HYBRID = "hybrid"
     RING = "ring"
+    HYBRID_RING = "hybrid_ring"
 
 
 class Schedule(StrEnum):
-    """``sync``: an exchange is awaited where it is launched. ``async``: launched at the handoff, awaited at the use."""
+    """Where q, k and v are sent off: ``sync`` at attention, ``async`` at their handoffs. Both wait at attention."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -43,9 +44,10 @@ class ContextParallelConfig:
     """The choice of strategy, kernel and fallbacks; frozen. ``algorithm`` and ``kernel`` may name registered additions.
 
     Attributes:
-        algorithm: ``all_gather | ulysses | hybrid | ring`` or a registered name.
+        algorithm: ``all_gather | ulysses | hybrid | ring | hybrid_ring`` or a registered name.
         schedule: ``sync | async``.
-        ulysses_degree: hybrid: ranks that exchange heads, ``1 < degree < cp``; ulysses: None or the cp size.
+        ulysses_degree: hybrid and hybrid_ring: ranks that exchange heads, ``1 < degree < cp``; ulysses: None or the
+            cp size.
         load_balance: head-tail balance of causal work (all_gather and ring).
         async_fallback: what to do where async is impossible: ``error``, or ``sync`` with a log line.
         kv_head_policy: KV heads fewer than the degree: ``error``, or ``repeat`` each as few times as will do.
@@ -97,6 +99,29 @@ class ContextParallelConfig:
             dataclasses.replace(self, per_layer={}, **fields)
         except ValueError as error:
             raise ValueError(f"per_layer[{key!r}]: {error}") from None
+
+    @classmethod
+    def from_degree(cls, degree: int, cp_size: int, **fields: Any) -> ContextParallelConfig:
+        """Settings of the old style, where one number said the strategy: 1 is all_gather, cp ulysses, else hybrid.
+
+        Args:
+            degree: ranks that exchange heads; divides ``cp_size``.
+            cp_size: ranks that share a sequence.
+            fields: further fields of the config.
+
+        Raises:
+            ValueError: a degree that is none of these.
+        """
+        for name, value in (("degree", degree), ("cp_size", cp_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if cp_size % degree:
+            raise ValueError(f"degree={degree} does not divide cp_size={cp_size}; use a divisor of it")
+        if degree == 1:
+            return cls(algorithm="all_gather", **fields)
+        if degree == cp_size:
+            return cls(algorithm="ulysses", **fields)
+        return cls(algorithm="hybrid", ulysses_degree=degree, **fields)
 
     def for_layer(self, path: str, kind: str) -> ContextParallelConfig:
         """The settings of one mixer: top level, overridden by its kind, overridden by patterns that match its path.

@@ -2,11 +2,12 @@
 
 "axis" means a mesh axis. A mesh may have any of the axes ``pp, dp_replicate, dp_shard, cp, tp``. Data ranks are
 ``dp = dp_replicate x dp_shard``; parameters are sharded over ``dp_shard x cp``; gradients and router statistics are
-summed over ``dp x cp``. Flattened axes are made here and nowhere else, so no forward ever makes a group.
+summed over ``dp x cp``. Flattened and split axes are made here and nowhere else, so no forward ever makes a group.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _NOT_YET = ("pp", "tp")
+_split: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Axis, Axis]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,30 @@ class Topology:
             dp_cp=_axis(_submesh(mesh, ("dp_replicate", "dp_shard", "cp"))),
             fsdp_mesh=fsdp_mesh,
         )
+
+    def split_cp(self, degree: int) -> tuple[Axis, Axis]:
+        """The cp axis as ``degree`` adjacent ranks (inner) times the groups of them (outer): ``P = C x U``.
+
+        Collective the first time a degree is asked for; then cached with the cp group, so that layers and models
+        share groups. Without groups (a dry run) nothing is made.
+
+        Args:
+            degree: U; divides the cp size.
+
+        Returns:
+            The inner axis of U ranks and the outer axis of C.
+        """
+        size, rank = self.cp.size, self.cp.rank
+        if self.cp.group is None:
+            return Axis(degree, rank % degree), Axis(size // degree, rank // degree)
+        known = _split.setdefault(self.cp.group, {})
+        if degree not in known:
+            mesh = cp_submesh(self.mesh)
+            assert mesh is not None
+            # the public form, init_device_mesh, knows no other data ranks; torch 2.13 has no public split
+            pair = mesh._unflatten(0, (size // degree, degree), ("cp_co", "cp_ulysses"))
+            known[degree] = _axis(pair["cp_ulysses"]), _axis(pair["cp_co"])
+        return known[degree]
 
 
 def check_axes(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], ke
 
     Args:
         q: ``[B, N, T, D]``.
-        k: ``[B, K, S, D]``; v likewise.
+        k: ``[B, K, S, D]``; v likewise, its last dim may differ and is then the output's.
         blocks: a query may be in several blocks; in none: output 0.
         kernel: computes each block.
         scale: factor of the scores.
@@ -75,22 +75,67 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], ke
     return _AttendBlocks.apply(q, k, v, blocks, kernel, scale)
 
 
+class BlockMerger:
+    """Forward of blocks that share queries, merged as they come, in fp32 or wider.
+
+    Args:
+        q: ``[B, N, T, D]``.
+        v: its last dim is the output's.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, kernel: Kernel, scale: float) -> None:
+        wide = wide_dtype(q)
+        self.q, self.kernel, self.scale = q, kernel, scale
+        self.out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=wide, device=q.device)
+        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> None:
+        """Let the queries see more keys, ``[B, K, S, D]``."""
+        for block in blocks:
+            rows, queries, _ = _slices(block)
+            part, lse = self.kernel.forward(*_cut(block, self.q, k, v), block.causal, self.scale)
+            self.out[rows, :, queries], self.lse[rows, :, queries] = merge(
+                self.out[rows, :, queries], self.lse[rows, :, queries], part, lse
+            )
+
+
+class BlockGradients:
+    """Backward of the same blocks: dq is summed over all of them in fp32 or wider.
+
+    Args:
+        dout: gradient of the merged output, ``[B, N, T, D]``.
+        q: the queries.
+        out: the merged output.
+        lse: the merged log-sum-exp, ``[B, N, T]``.
+    """
+
+    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
+        self.dout, self.q, self.out, self.lse, self.kernel, self.scale = dout, q, out, lse, kernel, scale
+        self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+
+    def add(self, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> tuple[Tensor, Tensor]:
+        """The gradients of these keys and values, in fp32 or wider."""
+        dk, dv = (torch.zeros(x.shape, dtype=self.lse.dtype, device=x.device) for x in (k, v))
+        for block in blocks:
+            rows, queries, keys = _slices(block)
+            grads = self.kernel.backward(
+                self.dout[rows, :, queries], *_cut(block, self.q, k, v), self.out[rows, :, queries],
+                self.lse[rows, :, queries], block.causal, self.scale,
+            )  # fmt: skip
+            for total, grad, tokens in zip((self.dq, dk, dv), grads, (queries, keys, keys), strict=True):
+                total[rows, :, tokens] += grad
+        return dk, dv
+
+
 class _AttendBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], kernel: Kernel, scale: float
     ) -> Tensor:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        merged = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
-        for block in blocks:
-            rows, queries, _ = _slices(block)
-            part, part_lse = kernel.forward(*_cut(block, q, k, v), block.causal, scale)
-            merged[rows, :, queries], lse[rows, :, queries] = merge(
-                merged[rows, :, queries], lse[rows, :, queries], part, part_lse
-            )
-        out = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        merger = BlockMerger(q, v, kernel, scale)
+        merger.add(k, v, blocks)
+        out = merger.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merger.lse)
         ctx.plan = (blocks, kernel, scale)
         return out
 
@@ -99,17 +144,14 @@ class _AttendBlocks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         blocks, kernel, scale = ctx.plan
-        sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
-        for block in blocks:
-            rows, queries, keys = _slices(block)
-            grads = kernel.backward(
-                dout[rows, :, queries], *_cut(block, q, k, v), out[rows, :, queries], lse[rows, :, queries],
-                block.causal, scale,
-            )  # fmt: skip
-            for total, grad, tokens in zip(sums, grads, (queries, keys, keys), strict=True):
-                total[rows, :, tokens] += grad
-        dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None
+        sums = BlockGradients(dout, q, out, lse, kernel, scale)
+        dk, dv = sums.add(k, v, blocks)
+        return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which blocks are merged and gradients are summed: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

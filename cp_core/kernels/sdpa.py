@@ -3,13 +3,14 @@
 B batch, N query heads, K kv heads, T queries, S keys, D head dim.
 
 On the CPU it calls torch's fused flash operator, which takes grouped heads natively and has a backward that accepts
-a merged output and log-sum-exp. On other devices this version uses the plain formula below, a slab of queries at a
+a merged output and log-sum-exp; a v of another width than q and k is padded with zeros. On other devices this version uses the plain formula below, a slab of queries at a
 time: right everywhere, fast nowhere (fused device kernels are issue 5's).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _SLAB_SCORES = 1 << 24  # scores held at once by the plain formula
@@ -22,23 +23,25 @@ class SdpaKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See ``Kernel.forward``."""
-        if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            q, k, v = map(_dense_rows, (q, k, v))
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-            return out, lse
-        return plain_forward(q, k, v, causal, scale)
+        if q.device.type != "cpu":
+            return plain_forward(q, k, v, causal, scale)
+        width = v.shape[-1]
+        q, k, v = _one_width(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out[..., :width], lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``Kernel.backward``."""
-        if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            q, k, v, out = map(_dense_rows, (q, k, v, out))
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, causal, scale=scale
-            )
-            return dq, dk, dv
-        return plain_backward(dout, q, k, v, out, lse, causal, scale)
+        if q.device.type != "cpu":
+            return plain_backward(dout, q, k, v, out, lse, causal, scale)
+        qk_width, v_width = q.shape[-1], v.shape[-1]
+        dout, q, k, v, out = _one_width(dout, q, k, v, out)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+        return dq[..., :qk_width], dk[..., :qk_width], dv[..., :v_width]
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -72,9 +75,11 @@ def plain_backward(
     return dq.flatten(1, 2), dk, dv
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """``x`` with stride 1 in its last dim: the operator takes that for granted and would read other memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What the fused operator takes for granted: one last dim (zeros change no score), and stride 1 in it."""
+    width = max(x.shape[-1] for x in tensors)
+    padded = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in padded)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,0 +1,198 @@
+"""Exchanges under way: launched at a handoff, awaited at the consumer, and the reverse in backward, through autograd.
+
+Two autograd nodes stand for one exchange. ``_Launch`` starts it and returns a scalar, the carrier; ``_Wait`` takes
+the carrier and returns what arrived. In backward ``_Wait`` comes first: it starts the reverse exchange, and
+``_Launch``, which runs just before the producer's own backward, awaits it. A producer without a gradient makes a
+carrier without one, so no reverse exchange is started that nobody awaits.
+
+A ``Pending`` is passed along by value, in place of the tensor. ``Ledger`` says which of them belong to one forward of
+a mixer, so that one which is forgotten, used twice or mixed up is an error that names the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .collectives import Transfer
+from .sequence import SequenceContext
+
+
+class Exchange(Protocol):
+    """What travels of one tensor before attention; knows groups and dims, holds no tensor."""
+
+    def start(self, x: Tensor) -> Transfer:
+        """Start it; collective."""
+        ...
+
+    def start_reverse(self, grad: Tensor) -> Transfer:
+        """Start the way back of the gradient; the result has the shape that ``x`` had. Collective."""
+        ...
+
+
+class Link:
+    """What the two nodes of one exchange share: the transfer now under way in each direction."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.forward: Transfer | None = None
+        self.backward: Transfer | None = None
+
+    def take_forward(self) -> Transfer:
+        """The transfer that was launched; leaves none."""
+        transfer, self.forward = self.forward, None
+        assert transfer is not None
+        return transfer
+
+    def take_backward(self) -> Transfer:
+        """The reverse transfer; leaves none, so that a second backward starts its own."""
+        transfer, self.backward = self.backward, None
+        assert transfer is not None
+        return transfer
+
+
+def start(x: Tensor, exchange: Exchange) -> tuple[Tensor, Link]:
+    """Launch: a scalar for the graph, and the link to what is under way."""
+    link = Link(exchange)
+    return _Launch.apply(x, link), link
+
+
+def exchange_now(x: Tensor, exchange: Exchange | None) -> Tensor:
+    """Launch and wait; differentiable."""
+    return x if exchange is None else _Wait.apply(*start(x, exchange))
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        link.forward = link.exchange.start(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.link.take_backward().wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        return link.take_forward().wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.link.backward = ctx.link.exchange.start_reverse(grad)
+        return grad.new_zeros(()), None
+
+
+class Frame:
+    """One forward of a mixer: the exchanges launched in it and not consumed yet."""
+
+    def __init__(self) -> None:
+        self.open: set[Pending] = set()
+
+
+class Ledger:
+    """The forwards of one mixer that are running (several, if they nest). Empty between forwards.
+
+    Args:
+        path: module path of the mixer, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.frames: list[Frame] = []
+
+    @property
+    def current(self) -> Frame | None:
+        """The innermost forward."""
+        return self.frames[-1] if self.frames else None
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A forward begins (forward pre-hook of the mixer)."""
+        self.frames.append(Frame())
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward ends (forward hook, called after a failure too; ``output`` is None then).
+
+        Raises:
+            RuntimeError: an exchange was launched and not consumed.
+        """
+        left = self.frames.pop().open
+        if left and output is not None:
+            roles = ", ".join(sorted(repr(pending.role) for pending in left))
+            raise RuntimeError(
+                f"{self.path}: the exchange of {roles} was launched at its handoff and never consumed in this forward; "
+                "pass what the handoffs return to self.cp(q, k, v, sequence)"
+            )
+
+
+class Pending:
+    """A tensor whose exchange is under way; stands in its place between handoff and consumer.
+
+    Args:
+        role: ``q``, ``k`` or ``v``.
+        x: the tensor that was handed off, ``[B, N, T, D]``.
+        exchange: what travels; None: nothing, the tensor is used as it is.
+        sequence: the batch it belongs to.
+        ledger: of the mixer.
+    """
+
+    def __init__(
+        self, role: str, x: Tensor, exchange: Exchange | None, sequence: SequenceContext, ledger: Ledger
+    ) -> None:
+        self.role, self.sequence, self.path = role, sequence, ledger.path
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.frame = ledger.current
+        self.consumed = False
+        self._handed, self._version = x, x._version
+        self._started = None if exchange is None else start(x, exchange)
+        if self.frame is not None:
+            self.frame.open.add(self)
+
+    def wait(self) -> Tensor:
+        """What arrived; once."""
+        x, started = self._handed, self._take()
+        return x if started is None else _Wait.apply(*started)
+
+    def unpack(self) -> tuple[Tensor, Link]:
+        """Carrier and link, for a strategy that awaits the exchange inside a node of its own; once."""
+        started = self._take()
+        assert started is not None
+        return started
+
+    def check(self, role: str, ledger: Ledger, sequence: SequenceContext) -> None:
+        """Refuse a pending that is not this consumer's, this forward's and this batch's.
+
+        Raises:
+            RuntimeError: which of them it is; naming the module.
+        """
+        what = f"{ledger.path}: {role!r}"
+        if self.path != ledger.path:
+            raise RuntimeError(f"{what} was handed off by another module, {self.path}")
+        if self.role != role:
+            raise RuntimeError(f"{what} came from the handoff of {self.role!r}; call self.cp(q, k, v, sequence)")
+        if self.consumed:
+            raise RuntimeError(f"{what} was consumed before; hand it off again for a second attention")
+        if self.frame is not ledger.current or self.sequence is not sequence:
+            raise RuntimeError(
+                f"{what} was handed off in another forward (another micro-batch?); consume it where it was launched, "
+                "with the same sequence"
+            )
+        if self._handed._version != self._version:
+            raise RuntimeError(f"{what} was changed in place after its handoff, while it travelled")
+
+    def _take(self) -> tuple[Tensor, Link] | None:
+        assert not self.consumed
+        self.consumed = True
+        if self.frame is not None:
+            self.frame.open.discard(self)
+        started, self._started = self._started, None
+        del self._handed
+        return started
