@@ -11,7 +11,7 @@ a mixer, so that one which is forgotten, used twice or mixed up is an error that
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,15 +54,27 @@ class Link:
         return transfer
 
 
-def start(x: Tensor, exchange: Exchange) -> tuple[Tensor, Link]:
-    """Launch: a scalar for the graph, and the link to what is under way."""
+class Launched(NamedTuple):
+    """A tensor (detached) whose exchange is under way, the scalar that stands for it in the graph, and the link."""
+
+    x: Tensor
+    carrier: Tensor
+    link: Link
+
+    def wait(self) -> Tensor:
+        """What arrives; differentiable with respect to the tensor that was launched."""
+        return _Wait.apply(self.carrier, self.link)
+
+
+def start(x: Tensor, exchange: Exchange) -> Launched:
+    """Launch an exchange of ``x``; collective."""
     link = Link(exchange)
-    return _Launch.apply(x, link), link
+    return Launched(x.detach(), _Launch.apply(x, link), link)
 
 
 def exchange_now(x: Tensor, exchange: Exchange | None) -> Tensor:
     """Launch and wait; differentiable."""
-    return x if exchange is None else _Wait.apply(*start(x, exchange))
+    return x if exchange is None else start(x, exchange).wait()
 
 
 class _Launch(torch.autograd.Function):
@@ -152,20 +164,19 @@ class Pending:
         self.frame = ledger.current
         self.consumed = False
         self._handed, self._version = x, x._version
-        self._started = None if exchange is None else start(x, exchange)
+        self._launched = None if exchange is None else start(x, exchange)
         if self.frame is not None:
             self.frame.open.add(self)
 
     def wait(self) -> Tensor:
         """What arrived; once."""
-        x, started = self._handed, self._take()
-        return x if started is None else _Wait.apply(*started)
+        x, launched = self._handed, self._take()
+        return x if launched is None else launched.wait()
 
-    def unpack(self) -> tuple[Tensor, Link]:
-        """Carrier and link, for a strategy that awaits the exchange inside a node of its own; once."""
-        started = self._take()
-        assert started is not None
-        return started
+    def unpack(self) -> Launched | Tensor:
+        """For a strategy that awaits the exchange inside a node of its own (the tensor, if nothing travels); once."""
+        x, launched = self._handed, self._take()
+        return x if launched is None else launched
 
     def check(self, role: str, ledger: Ledger, sequence: SequenceContext) -> None:
         """Refuse a pending that is not this consumer's, this forward's and this batch's.
@@ -188,11 +199,11 @@ class Pending:
         if self._handed._version != self._version:
             raise RuntimeError(f"{what} was changed in place after its handoff, while it travelled")
 
-    def _take(self) -> tuple[Tensor, Link] | None:
+    def _take(self) -> Launched | None:
         assert not self.consumed
         self.consumed = True
         if self.frame is not None:
             self.frame.open.discard(self)
-        started, self._started = self._started, None
+        launched, self._launched = self._launched, None
         del self._handed
-        return started
+        return launched

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..config import ContextParallelConfig
+from ..cost import AttentionShape, Cost, Load
 from ..kernels import Kernel
+from ..pending import Exchange, Pending
 from ..sequence import SequenceContext
 from ..topology import Topology
 
 
 class AttentionStrategy(Protocol):
-    """How attention over a sharded sequence is computed. Knows tensors, groups and offsets, no kernel."""
+    """How attention over a sharded sequence is computed. Knows tensors, groups and offsets, no kernel.
+
+    The plain form, which is all that a strategy from outside must have; it runs with the sync schedule only.
+    """
 
     @property
     def ulysses_degree(self) -> int:
@@ -32,16 +37,45 @@ class AttentionStrategy(Protocol):
 
         Args:
             q: ``[B, N, T, D]``, the rank's contiguous tokens.
-            k: ``[B, K, T, D]``; v likewise.
+            k: ``[B, K, T, D]``; v likewise, its last dim may differ.
             kernel: computes the blocks.
             sequence: documents, padding and ranges of this batch.
             causal: a query sees no later key.
             scale: factor of the scores.
 
         Returns:
-            ``[B, N, T, D]``, the same contiguous tokens. Gradients of k and v are whole: what other ranks' queries
-            contributed has been added.
+            ``[B, N, T, D]``, the same contiguous tokens, as wide as v. Gradients of k and v are whole: what other
+            ranks' queries contributed has been added.
         """
+        ...
+
+
+@runtime_checkable
+class LaunchingStrategy(Protocol):
+    """A strategy that says what travels of each tensor before attention, so that it can start early."""
+
+    @property
+    def ulysses_degree(self) -> int:
+        """As in ``AttentionStrategy``."""
+        ...
+
+    def exchange(self, role: str, sequence: SequenceContext, causal: bool) -> Exchange | None:
+        """What travels of ``q``, ``k`` or ``v`` first; None: nothing."""
+        ...
+
+    def attend_pending(
+        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
+    ) -> Tensor:
+        """As ``AttentionStrategy.attend``, of tensors that are under way."""
+        ...
+
+
+@runtime_checkable
+class CostedStrategy(Protocol):
+    """A strategy that states its cost."""
+
+    def cost(self, shape: AttentionShape, load: Load) -> Cost:
+        """What rank ``load.rank`` receives and computes for one batch; needs no groups."""
         ...
 
 
@@ -51,11 +85,10 @@ class MixerFacts:
 
     path: str
     kind: str
-    q_heads: int
-    kv_heads: int
+    shape: AttentionShape
 
 
-StrategyFactory = Callable[[ContextParallelConfig, Topology, MixerFacts], AttentionStrategy]
+StrategyFactory = Callable[[ContextParallelConfig, Topology, MixerFacts], "AttentionStrategy | LaunchingStrategy"]
 STRATEGIES: dict[tuple[str, str], StrategyFactory] = {}
 
 
@@ -65,7 +98,8 @@ def register_strategy(kind: str, algorithm: str, factory: StrategyFactory) -> No
     Args:
         kind: ``softmax | mla | dsa | gdn | kda``.
         algorithm: its name in a config.
-        factory: called once a layer at bind time; refuses what it cannot do with ``ValueError``.
+        factory: called once a layer at bind time, also without groups (when a recipe is checked); refuses what it
+            cannot do with ``ValueError``.
 
     Raises:
         ValueError: the pair is taken.

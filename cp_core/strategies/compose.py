@@ -1,100 +1,127 @@
 """Softmax strategies as one composition of pieces, and the presets that users name.
 
-P = C x U: a head exchange over U adjacent ranks, then a sequence phase over the C groups of them. ``local`` has
-neither, ``ulysses`` is C = 1, ``all_gather`` is U = 1.
+P = C x U: a head exchange over U adjacent ranks, a sequence phase over the C groups of them (none, gather or ring),
+and for balance a swap of query halves. ``local`` has nothing, ``ulysses`` is C = 1, ``all_gather`` and ``ring`` are
+U = 1, ``hybrid`` and ``hybrid_ring`` have both.
+
+Of v, k and q, in this order, the first exchange is launched at the handoff (async) or at attention (sync), and awaited
+at attention, in the same order: the two schedules are one algorithm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..blocks import CausalMetadata, attention_blocks
-from ..config import ContextParallelConfig
+from ..blocks import Block, pairs_of, span_blocks
+from ..cost import AttentionShape, Cost, Load
 from ..kernels import Kernel, attend_blocks
-from ..sequence import SequenceContext
-from ..topology import Topology
-from .base import MixerFacts
-from .gather import SequenceGather
-from .head_exchange import HeadExchange, kv_repeat_factor
+from ..pending import Exchange, Launched, Pending, exchange_now, start
+from ..sequence import Row, SequenceContext
+from ..topology import Axis
+from .gather import GatherExchange, SequenceGather
+from .head_exchange import HeadExchange
+from .query_swap import HalfSwap, Spans, balanced_spans
+from .ring import FirstHop, SequenceLayout, ring_attention, ring_cost
 
 
 @dataclass(frozen=True)
 class ComposedStrategy:
-    """Head exchange, sequence phase, attention, head exchange back. None leaves a piece out."""
+    """Head exchange, query swap, sequence phase, attention, and back. None leaves a piece out.
+
+    Attributes:
+        heads: over the inner axis, U ranks.
+        gather: over the outer axis, C ranks.
+        ring: the outer axis, if k and v go round instead.
+        swap: over the outer axis; only where heads stay.
+    """
 
     heads: HeadExchange | None = None
-    sequence_phase: SequenceGather | None = None
+    gather: SequenceGather | None = None
+    ring: Axis | None = None
+    swap: HalfSwap | None = None
 
     @property
     def ulysses_degree(self) -> int:
         """U."""
         return self.heads.axis.size if self.heads is not None else 1
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
+    @property
+    def sequence_degree(self) -> int:
+        """C."""
+        return self.ring.size if self.ring is not None else self.gather.axis.size if self.gather is not None else 1
+
+    def exchange(self, role: str, sequence: SequenceContext, causal: bool) -> Exchange | None:
+        """What travels first of ``q``, ``k`` or ``v``."""
+        if self.heads is not None:
+            return self.heads.scatter(role)
+        if role == "q":
+            return self.swap
+        return self._phase(self._layout(sequence.rows, sequence.padded_length, causal))
+
+    def attend_pending(
+        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
     ) -> Tensor:
-        """See ``AttentionStrategy.attend``."""
-        start, stop = sequence.ranges[sequence.rank]
-        if self.heads is not None:  # [B, N, T, D] -> [B, N/U, U*T, D]
-            q, k, v = self.heads.scatter(q, k, v)
-            tokens = q.shape[2]  # the U ranks are adjacent, so theirs is one aligned run of the sequence
-            start, stop = start // tokens * tokens, (start // tokens + 1) * tokens
-        meta = CausalMetadata(start, stop, start, stop, causal)
-        if self.sequence_phase is not None:  # [B, K, T, D] -> [B, K, S, D]
-            k, v = self.sequence_phase(k, v)
-            meta = CausalMetadata(start, stop, 0, sequence.padded_length, causal)
-        out = attend_blocks(q, k, v, attention_blocks(meta, sequence.rows), kernel, scale)
-        return self.heads.gather(out) if self.heads is not None else out
+        """See ``LaunchingStrategy.attend_pending``."""
+        layout = self._layout(sequence.rows, sequence.padded_length, causal)
+        phase = self._phase(layout)
+        values = self._launch_phase(v, phase)
+        keys = self._launch_phase(k, phase)
+        queries = q.wait()  # [B, N / U, U * T, D]
+        if isinstance(phase, FirstHop):
+            assert isinstance(keys, Launched) and isinstance(values, Launched)
+            out = ring_attention(queries, keys, values, phase, kernel, scale)
+        else:  # [B, K / U, S, D]
+            values, keys = (x.wait() if isinstance(x, Launched) else x for x in (values, keys))
+            outer = sequence.rank // self.ulysses_degree
+            out = attend_blocks(queries, keys, values, self._blocks(layout, outer), kernel, scale)
+        return exchange_now(out, self.heads.gather() if self.heads is not None else self.swap)
 
+    def cost(self, shape: AttentionShape, load: Load) -> Cost:
+        """See ``CostedStrategy.cost``."""
+        layout = self._layout(load.rows, load.tokens, load.causal)
+        u, outer = self.ulysses_degree, load.rank // self.ulysses_degree
+        total = Cost()
+        shard_tokens = len(load.rows) * (layout.tokens // u)
+        kv_heads = shape.kv_heads
+        if self.heads is not None:
+            total += self.heads.cost(shape, shard_tokens, load.itemsize)
+            kv_heads = kv_heads * self.heads.kv_repeat // u
+        block_bytes = len(load.rows) * layout.tokens * kv_heads * (shape.qk_dim + shape.v_dim) * load.itemsize
+        if self.gather is not None:
+            total += self.gather.cost(block_bytes)
+        if self.ring is not None:
+            total += ring_cost(layout, outer, block_bytes)
+            pairs = sum(pairs_of(layout.blocks(outer, owner)) for owner in range(self.sequence_degree))
+        else:
+            pairs = pairs_of(self._blocks(layout, outer))
+        if self.swap is not None:
+            total += self.swap.cost(outer, shape, shard_tokens, load.itemsize)
+        return replace(total, work=pairs * shape.q_heads // u)
 
-def local(config: ContextParallelConfig, topology: Topology, facts: MixerFacts) -> ComposedStrategy:
-    """One rank holds the whole sequence."""
-    return ComposedStrategy()
+    def _layout(self, rows: tuple[Row, ...], padded_length: int, causal: bool) -> SequenceLayout:
+        """Where everybody's queries sit once the heads are exchanged."""
+        size = self.sequence_degree
+        tokens = padded_length // size
+        return SequenceLayout(tuple(self._spans(rank, size, tokens) for rank in range(size)), tokens, causal, rows)
 
+    def _spans(self, rank: int, size: int, tokens: int) -> Spans:
+        return ((rank * tokens, (rank + 1) * tokens),) if self.swap is None else balanced_spans(rank, size, tokens)
 
-def all_gather(config: ContextParallelConfig, topology: Topology, facts: MixerFacts) -> ComposedStrategy:
-    """Local queries, gathered keys and values. Any number of heads."""
-    return ComposedStrategy(sequence_phase=SequenceGather(topology.cp))
+    def _blocks(self, layout: SequenceLayout, rank: int) -> tuple[Block, ...]:
+        """What a rank computes against the whole sequence."""
+        return span_blocks(layout.spans[rank], 0, len(layout.spans) * layout.tokens, layout.causal, layout.rows)
 
+    def _phase(self, layout: SequenceLayout) -> GatherExchange | FirstHop | None:
+        """What travels of k and v in the sequence phase."""
+        if self.ring is not None and self.ring.group is not None:
+            return FirstHop(layout.plan(self.ring.rank), self.ring.group)
+        return self.gather.exchange() if self.gather is not None else None
 
-def ulysses(config: ContextParallelConfig, topology: Topology, facts: MixerFacts) -> ComposedStrategy:
-    """The whole sequence of N / P heads a rank.
-
-    Raises:
-        ValueError: heads that do not divide, or a degree other than the cp size.
-    """
-    size = topology.cp.size
-    if config.ulysses_degree not in (None, size):
-        raise ValueError(
-            f"{facts.path}: ulysses_degree={config.ulysses_degree} with algorithm 'ulysses' must be the cp size "
-            f"{size}: leave it out, or use algorithm 'hybrid'"
-        )
-    return ComposedStrategy(heads=HeadExchange(topology.cp, check_heads(config, facts, size)))
-
-
-def check_heads(config: ContextParallelConfig, facts: MixerFacts, degree: int) -> int:
-    """Refuse heads that cannot be spread over ``degree`` ranks; else how often kv heads must be repeated.
-
-    Raises:
-        ValueError: with the head counts and the alternatives.
-    """
-    q_heads, kv_heads = facts.q_heads, facts.kv_heads
-    fitting = [d for d in range(1, degree) if degree % d == 0 and q_heads % d == 0 and kv_heads % d == 0]
-    smaller = f"a cp size of {' or '.join(map(str, fitting))}"
-    if q_heads % degree:
-        raise ValueError(
-            f"{facts.path}: num_attention_heads={q_heads} is not divisible by the ulysses degree {degree}: use "
-            f"algorithm 'all_gather', or {smaller}"
-        )
-    if kv_heads % degree == 0:
-        return 1
-    factor = kv_repeat_factor(q_heads, kv_heads, degree) if kv_heads < degree else None
-    if config.kv_head_policy == "repeat" and factor is not None:
-        return factor
-    repeat = f", or kv_head_policy='repeat' (each kv head travels {factor} times)" if factor is not None else ""
-    raise ValueError(
-        f"{facts.path}: num_key_value_heads={kv_heads} is not divisible by the ulysses degree {degree}: use algorithm "
-        f"'all_gather', or {smaller}{repeat}"
-    )
+    def _launch_phase(self, x: Pending, phase: GatherExchange | FirstHop | None) -> Launched | Tensor:
+        """k or v with its sequence phase under way (launched at the handoff, unless heads had to travel first)."""
+        if self.heads is None:
+            return x.unpack()
+        arrived = x.wait()
+        return arrived if phase is None else start(arrived, phase)

@@ -10,17 +10,37 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..collectives import gather_sequence
+from ..collectives import Group, Transfer, start_gather, start_scatter_sum
+from ..cost import Cost, both_ways
 from ..topology import Axis
 
 
 @dataclass(frozen=True)
 class SequenceGather:
-    """Gather over one axis whose ranks hold equal shards in sequence order."""
+    """Gather over one axis whose C ranks hold equal shards in sequence order."""
 
     axis: Axis
 
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, K, T, D] -> [B, K, C * T, D]`` for each."""
-        v, k = (gather_sequence(x, 2, self.axis.group) for x in (v, k))
-        return k, v
+    def exchange(self) -> GatherExchange | None:
+        """What travels of k, and of v; None on one rank."""
+        return None if self.axis.group is None else GatherExchange(self.axis.group)
+
+    def cost(self, shard_bytes: int) -> Cost:
+        """Of gathering k and v, whose shards together have ``shard_bytes``."""
+        others = self.axis.size - 1
+        return both_ways(others * shard_bytes, 2 * others)
+
+
+@dataclass(frozen=True)
+class GatherExchange:
+    """``[B, K, T, D] -> [B, K, C * T, D]``; its reverse sums over ranks."""
+
+    group: Group
+
+    def start(self, x: Tensor) -> Transfer:
+        """See ``Exchange.start``."""
+        return start_gather(x, 2, self.group)
+
+    def start_reverse(self, grad: Tensor) -> Transfer:
+        """See ``Exchange.start_reverse``."""
+        return start_scatter_sum(grad, 2, self.group)

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..collectives import all_to_all
+from ..collectives import Group, Transfer, start_exchange
+from ..cost import AttentionShape, Cost, both_ways
+from ..kernels.base import wide_dtype
 from ..topology import Axis
+
+HEADS, TOKENS = 1, 2  # dims of [B, N, T, D]
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,58 @@ class HeadExchange:
     axis: Axis
     kv_repeat: int = 1
 
-    def scatter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, N, T, D] -> [B, N / U, U * T, D]`` for each; rank u gets the u-th run of heads."""
-        if self.kv_repeat > 1:
-            k, v = (x.repeat_interleave(self.kv_repeat, dim=1) for x in (k, v))
-        v, k, q = (all_to_all(x, split_dim=1, concat_dim=2, group=self.axis.group) for x in (v, k, q))
-        return q, k, v
+    def scatter(self, role: str) -> HeadScatter | None:
+        """What travels of ``q``, ``k`` or ``v`` before attention; None on one rank."""
+        if self.axis.group is None:
+            return None
+        return HeadScatter(self.axis.group, 1 if role == "q" else self.kv_repeat)
 
-    def gather(self, out: Tensor) -> Tensor:
-        """``[B, N / U, U * T, D] -> [B, N, T, D]``."""
-        return all_to_all(out, split_dim=2, concat_dim=1, group=self.axis.group)
+    def gather(self) -> HeadGather | None:
+        """What travels of the output."""
+        return None if self.axis.group is None else HeadGather(self.axis.group)
+
+    def cost(self, shape: AttentionShape, shard_tokens: int, itemsize: int) -> Cost:
+        """Of q, k, v and the output, of ``shard_tokens`` tokens (all rows together) a rank."""
+        others, kv_heads = self.axis.size - 1, self.kv_repeat * shape.kv_heads
+        widths = (shape.q_heads + kv_heads) * (shape.qk_dim + shape.v_dim)
+        return both_ways(others * shard_tokens * widths * itemsize // self.axis.size, 4 * others)
+
+
+@dataclass(frozen=True)
+class HeadScatter:
+    """``[B, N, T, D] -> [B, N / U, U * T, D]``; rank u gets the u-th run of heads."""
+
+    group: Group
+    repeat: int = 1
+
+    def start(self, x: Tensor) -> Transfer:
+        """See ``Exchange.start``."""
+        if self.repeat > 1:
+            x = x.repeat_interleave(self.repeat, HEADS)
+        return start_exchange(x, HEADS, TOKENS, self.group)
+
+    def start_reverse(self, grad: Tensor) -> Transfer:
+        """See ``Exchange.start_reverse``; the gradients of a head's copies are summed in fp32 or wider."""
+        arriving = start_exchange(grad, TOKENS, HEADS, self.group)
+        if self.repeat == 1:
+            return arriving
+        copies = (-1, self.repeat)
+        return arriving.then(lambda g: g.unflatten(HEADS, copies).sum(HEADS + 1, dtype=wide_dtype(g)).to(g.dtype))
+
+
+@dataclass(frozen=True)
+class HeadGather:
+    """``[B, N / U, U * T, D] -> [B, N, T, D]``."""
+
+    group: Group
+
+    def start(self, x: Tensor) -> Transfer:
+        """See ``Exchange.start``."""
+        return start_exchange(x, TOKENS, HEADS, self.group)
+
+    def start_reverse(self, grad: Tensor) -> Transfer:
+        """See ``Exchange.start_reverse``."""
+        return start_exchange(grad, HEADS, TOKENS, self.group)
 
 
 def kv_repeat_factor(q_heads: int, kv_heads: int, degree: int) -> int | None:

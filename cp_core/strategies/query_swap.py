@@ -1,0 +1,50 @@
+"""Head-tail balance: causal work made equal by swapping half of the queries with the mirror rank, and back.
+
+Of 2P half-chunks, rank r holds 2r and 2r + 1. It keeps the first and swaps the second with rank P - 1 - r, so that it
+computes one early and one late half, together as much as any other rank. Outputs of the second half are swapped back.
+Data between layers stay contiguous. The middle rank of an odd P is its own mirror and sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..collectives import Transfer, start_send_recv
+from ..cost import AttentionShape, Cost, both_ways
+from ..topology import Axis
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class HalfSwap:
+    """Swap the second half of dim 2 of ``[B, N, T, D]`` with the mirror rank; its own inverse, forward and backward."""
+
+    axis: Axis
+
+    def start(self, x: Tensor) -> Transfer:
+        """See ``Exchange.start``."""
+        mirror, half = self.axis.size - 1 - self.axis.rank, x.shape[2] // 2
+        if mirror == self.axis.rank or self.axis.group is None:
+            return Transfer([], lambda: x)
+        first, second = x[:, :, :half], x[:, :, half:].contiguous()
+        received = torch.empty_like(second)
+        works = start_send_recv([(second, mirror)], [(received, mirror)], self.axis.group)
+        return Transfer(works, lambda: torch.cat([first, received], 2), second)
+
+    start_reverse = start
+
+    def cost(self, rank: int, shape: AttentionShape, shard_tokens: int, itemsize: int) -> Cost:
+        """Of the queries and the output of rank ``rank``, of ``shard_tokens`` tokens (all rows together)."""
+        if rank == self.axis.size - 1 - rank:
+            return Cost()
+        return both_ways(shard_tokens // 2 * shape.q_heads * (shape.qk_dim + shape.v_dim) * itemsize, 2)
+
+
+def balanced_spans(rank: int, size: int, tokens: int) -> Spans:
+    """Where the queries of a rank sit after the swap, given ``tokens`` a shard: two halves, in order of the tensor."""
+    mirror, half = size - 1 - rank, tokens // 2
+    return (rank * tokens, rank * tokens + half), (mirror * tokens + half, (mirror + 1) * tokens)
