@@ -8,6 +8,8 @@ computes blocks; ``loss`` sums tokens; gradients are summed over dp x cp.
 from .attention import CPAttention
 from .bind import bind_context_parallel
 from .config import Algorithm, ContextParallelConfig, Schedule
+from .cost import AttentionShape, Cost, Load
+from .counters import count_communication
 from .gradients import sync_gradients
 from .handoff import Handoff
 from .kernels import register_kernel
@@ -19,15 +21,19 @@ from .topology import Topology
 
 __all__ = [
     "Algorithm",
+    "AttentionShape",
     "CPAttention",
     "ContextParallelConfig",
+    "Cost",
     "Handoff",
+    "Load",
     "ResolvedCP",
     "Schedule",
     "Segment",
     "SequenceContext",
     "Topology",
     "bind_context_parallel",
+    "count_communication",
     "format_report",
     "register_kernel",
     "register_strategy",

@@ -1,22 +1,28 @@
 """Binding: give every declared mixer of a model its strategy and kernel, or refuse before any forward.
 
 A model declares its mixers: ``cp_mixers() -> {module path: kind}``. Each mixer has a ``cp`` module (``CPAttention``)
-and says how many heads its own parameters hold: ``attention_heads() -> (q_heads, kv_heads)``.
+and says what its own parameters hold: ``attention_shape() -> AttentionShape``. ``resolve`` decides and changes
+nothing; ``bind_context_parallel`` resolves all mixers first and then installs, all or none.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
 from torch import nn
 
 from .attention import CPAttention
 from .config import KINDS, ContextParallelConfig
 from .handoff import Handoff
 from .kernels import KERNELS
+from .pending import Ledger
 from .report import ResolvedCP, format_report
+from .rules import ASYNC_REMEDY, ASYNC_RULES, RULES, STRATEGY_RULES, Proposal, Rule, broken
 from .strategies import STRATEGIES, MixerFacts
 from .topology import Topology
 
@@ -31,10 +37,19 @@ class CPModel(Protocol):
         ...
 
 
+class Runtime(NamedTuple):
+    """What a mixer was bound to; a second, different one is refused."""
+
+    record: ResolvedCP
+    topology: Topology
+
+
 def bind_context_parallel(
     model: nn.Module, topology: Topology, config: ContextParallelConfig | None = None
 ) -> tuple[ResolvedCP, ...]:
-    """Bind every mixer of ``model``; no communication, no groups made.
+    """Bind every mixer of ``model``; no communication, but hybrid's groups are made the first time.
+
+    Binding again with the same result does nothing.
 
     Args:
         model: declares its mixers (``CPModel``).
@@ -45,19 +60,46 @@ def bind_context_parallel(
         One record a mixer, in model order; also logged once by the first rank.
 
     Raises:
-        ValueError: a mixer that the model does not declare, an unknown strategy or kernel, or an illegal combination;
-            with the module path, the value and a remedy.
+        ValueError: see ``resolve``; or a mixer is bound already, to something else. Nothing was changed then.
+    """
+    records = resolve(model, topology, config)
+    mixers: list[tuple[Any, ResolvedCP]] = [(model.get_submodule(record.path), record) for record in records]
+    planned: dict[int, Runtime] = {}
+    for mixer, record in mixers:  # two paths may lead to one module
+        runtime = Runtime(record, topology)
+        _refuse_second(mixer.cp.runtime or planned.setdefault(id(mixer.cp), runtime), runtime)
+    for mixer, record in mixers:
+        _install(mixer, Runtime(record, topology))
+    if topology.dp_cp.rank == 0:
+        logger.info("context parallelism resolved:\n%s", format_report(records))
+        for fallback in dict.fromkeys(record.fallback for record in records if record.fallback):
+            logger.warning("schedule 'async' replaced by 'sync': %s", fallback)
+    return records
+
+
+def resolve(
+    model: nn.Module, topology: Topology, config: ContextParallelConfig | None = None
+) -> tuple[ResolvedCP, ...]:
+    """What ``bind_context_parallel`` would do; changes nothing. Arguments as there.
+
+    Raises:
+        ValueError: a mixer that the model does not declare, an unknown strategy or kernel, or an illegal combination
+            (``rules.py``); with the module path, the value and a remedy.
     """
     config = config or ContextParallelConfig()
     if not isinstance(config, ContextParallelConfig):
         raise ValueError(f"cp must be a ContextParallelConfig, got {type(config).__name__}")
-    declared: dict[str, str] = model.cp_mixers()  # type: ignore[operator]
+    declare = getattr(model, "cp_mixers", None)
+    if declare is None:
+        raise ValueError(
+            f"{type(model).__name__} does not declare its mixers: give it cp_mixers() -> {{module path: kind}}"
+        )
+    declared: dict[str, str] = declare()
     _refuse_undeclared(model, declared)
     _refuse_unmatched(config, declared)
-    records = [_bind_mixer(model.get_submodule(path), path, kind, topology, config) for path, kind in declared.items()]
-    if topology.dp_cp.rank == 0:
-        logger.info("context parallelism resolved:\n%s", format_report(records))
-    return tuple(records)
+    return tuple(
+        _resolve_mixer(model.get_submodule(path), path, kind, topology, config) for path, kind in declared.items()
+    )
 
 
 def _refuse_undeclared(model: nn.Module, declared: dict[str, str]) -> None:
@@ -79,45 +121,90 @@ def _refuse_unmatched(config: ContextParallelConfig, declared: dict[str, str]) -
             )
 
 
-def _bind_mixer(
+def _resolve_mixer(
     mixer: nn.Module, path: str, kind: str, topology: Topology, config: ContextParallelConfig
 ) -> ResolvedCP:
     call = getattr(mixer, "cp", None)
     if not isinstance(call, CPAttention) or call.kind != kind:
         raise ValueError(f"{path}: declared as a {kind!r} mixer, but its `cp` is {type(call).__name__}")
-    chosen = config.for_layer(path, kind)
-    algorithm = chosen.algorithm if topology.cp.size > 1 else "local"
-    if (kind, algorithm) not in STRATEGIES or (algorithm == "local" and topology.cp.size > 1):
-        known = " | ".join(name for k, name in STRATEGIES if k == kind and name != "local")
-        raise ValueError(f"{path}: algorithm {algorithm!r} is not available for {kind!r} layers; available: {known}")
-    if chosen.kernel not in KERNELS:
-        raise ValueError(f"{path}: kernel {chosen.kernel!r} is not available; available: {' | '.join(KERNELS)}")
-    if topology.cp.size > 1:
-        _refuse_unavailable(path, algorithm, chosen)
-    facts = MixerFacts(path, kind, *mixer.attention_heads())  # type: ignore[operator]
-    strategy = STRATEGIES[kind, algorithm](chosen, topology, facts)
-    kernel = KERNELS[chosen.kernel]()
-    call.bind(strategy, kernel, topology.cp.size)
+    shape = mixer.attention_shape()  # type: ignore[operator]
+    handoffs = tuple(handoff.role for handoff in _handoffs(mixer))
+    group = topology.cp.group
+    proposal = Proposal(
+        path, kind, config.for_layer(path, kind), topology.cp.size, shape, handoffs,
+        backend=dist.get_backend(group) if group is not None else "",
+    )  # fmt: skip
+    _refuse(path, RULES, proposal)
+    chosen = proposal.config
+    strategy = STRATEGIES[kind, proposal.algorithm](chosen, topology, MixerFacts(path, kind, shape))
+    proposal = replace(proposal, strategy=strategy)
+    _refuse(path, STRATEGY_RULES, proposal)
+    schedule, fallback = _schedule(proposal)
     return ResolvedCP(
         path=path,
         kind=kind,
-        algorithm=algorithm,
-        schedule="sync",
+        algorithm=proposal.algorithm,
+        schedule=schedule,
         kernel=chosen.kernel,
         cp_size=topology.cp.size,
         ulysses_degree=strategy.ulysses_degree,
         sequence_degree=topology.cp.size // strategy.ulysses_degree,
-        handoffs=tuple(module.role for module in mixer.children() if isinstance(module, Handoff)),
+        handoffs=handoffs,
+        shape=shape,
+        itemsize=next((p.element_size() for p in mixer.parameters()), 4),
+        causal=call.causal,
+        load_balance=chosen.load_balance and topology.cp.size > 1,
+        fallback=fallback,
+        strategy=strategy,
     )
 
 
-def _refuse_unavailable(path: str, algorithm: str, chosen: ContextParallelConfig) -> None:
-    """What a config can say and this version cannot do yet."""
-    if chosen.schedule != "sync":
-        raise ValueError(f"{path}: schedule 'async' is not available in this version; use schedule='sync'")
-    if chosen.load_balance:
-        raise ValueError(f"{path}: load_balance is not available in this version; use load_balance=False")
-    if chosen.ulysses_degree is not None and algorithm == "all_gather":
+def _schedule(proposal: Proposal) -> tuple[str, str]:
+    """The schedule that will run, and what it replaces and why."""
+    chosen = proposal.config
+    if proposal.cp_size == 1 or chosen.schedule == "sync":
+        return "sync", ""
+    obstacle = broken(ASYNC_RULES, proposal)
+    if obstacle is None:
+        return "async", ""
+    if chosen.async_fallback == "sync":
+        return "sync", obstacle
+    raise ValueError(f"{proposal.path}: {obstacle}{ASYNC_REMEDY}")
+
+
+def _refuse(path: str, rules: tuple[Rule, ...], proposal: Proposal) -> None:
+    message = broken(rules, proposal)
+    if message is not None:
+        raise ValueError(f"{path}: {message}")
+
+
+def _handoffs(mixer: nn.Module) -> Iterable[Handoff]:
+    return (module for module in mixer.modules() if isinstance(module, Handoff))
+
+
+def _refuse_second(before: Runtime, runtime: Runtime) -> None:
+    if replace(before.record, path=runtime.record.path) != runtime.record or before.topology != runtime.topology:
         raise ValueError(
-            f"{path}: ulysses_degree={chosen.ulysses_degree} has no meaning with 'all_gather'; leave it out"
+            f"{runtime.record.path}: bound already, to {_named(before)}; a second runtime ({_named(runtime)}) would "
+            "stack on it: build the model anew, or bind it once"
         )
+
+
+def _named(runtime: Runtime) -> str:
+    record = runtime.record
+    return f"{record.algorithm} {record.schedule} at cp size {record.cp_size}"
+
+
+def _install(mixer: Any, runtime: Runtime) -> None:
+    call, record = mixer.cp, runtime.record
+    if call.runtime is not None:
+        return
+    ledger = None
+    if record.schedule == "async":
+        ledger = Ledger(record.path)
+        mixer.register_forward_pre_hook(ledger.enter)
+        mixer.register_forward_hook(ledger.leave, always_call=True)
+        for handoff in _handoffs(mixer):
+            handoff.launch = call.launch
+    call.bind(record.strategy, KERNELS[record.kernel](), record.cp_size, record.path, ledger)
+    call.runtime = runtime

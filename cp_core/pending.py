@@ -153,15 +153,21 @@ class Pending:
         x: the tensor that was handed off, ``[B, N, T, D]``.
         exchange: what travels; None: nothing, the tensor is used as it is.
         sequence: the batch it belongs to.
-        ledger: of the mixer.
+        path: module path of the mixer.
+        frame: the mixer's forward that must consume it; None: nobody looks.
     """
 
     def __init__(
-        self, role: str, x: Tensor, exchange: Exchange | None, sequence: SequenceContext, ledger: Ledger
+        self,
+        role: str,
+        x: Tensor,
+        exchange: Exchange | None,
+        sequence: SequenceContext,
+        path: str,
+        frame: Frame | None = None,
     ) -> None:
-        self.role, self.sequence, self.path = role, sequence, ledger.path
+        self.role, self.sequence, self.path, self.frame = role, sequence, path, frame
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.frame = ledger.current
         self.consumed = False
         self._handed, self._version = x, x._version
         self._launched = None if exchange is None else start(x, exchange)
@@ -178,20 +184,20 @@ class Pending:
         x, launched = self._handed, self._take()
         return x if launched is None else launched
 
-    def check(self, role: str, ledger: Ledger, sequence: SequenceContext) -> None:
+    def check(self, role: str, path: str, frame: Frame | None, sequence: SequenceContext) -> None:
         """Refuse a pending that is not this consumer's, this forward's and this batch's.
 
         Raises:
             RuntimeError: which of them it is; naming the module.
         """
-        what = f"{ledger.path}: {role!r}"
-        if self.path != ledger.path:
+        what = f"{path}: {role!r}"
+        if self.path != path:
             raise RuntimeError(f"{what} was handed off by another module, {self.path}")
         if self.role != role:
             raise RuntimeError(f"{what} came from the handoff of {self.role!r}; call self.cp(q, k, v, sequence)")
         if self.consumed:
             raise RuntimeError(f"{what} was consumed before; hand it off again for a second attention")
-        if self.frame is not ledger.current or self.sequence is not sequence:
+        if self.frame is not frame or self.sequence is not sequence:
             raise RuntimeError(
                 f"{what} was handed off in another forward (another micro-batch?); consume it where it was launched, "
                 "with the same sequence"

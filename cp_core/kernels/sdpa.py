@@ -3,8 +3,9 @@
 B batch, N query heads, K kv heads, T queries, S keys, D head dim.
 
 On the CPU it calls torch's fused flash operator, which takes grouped heads natively and has a backward that accepts
-a merged output and log-sum-exp; a v of another width than q and k is padded with zeros. On other devices this version uses the plain formula below, a slab of queries at a
-time: right everywhere, fast nowhere (fused device kernels are issue 5's).
+a merged output and log-sum-exp; a v of another width than q and k is padded with zeros. On other devices this version
+uses the plain formula below, a slab of queries at a time: right everywhere, fast nowhere (fused device kernels are
+issue 5's).
 """
 
 from __future__ import annotations

@@ -1,10 +1,18 @@
 """Context-parallel strategies. The names below are presets of one composition; ``register_strategy`` adds more."""
 
-from .base import STRATEGIES, AttentionStrategy, MixerFacts, StrategyFactory, register_strategy
-from .compose import ComposedStrategy, all_gather, local, ulysses
+from .base import STRATEGIES, AttentionStrategy, LaunchingStrategy, MixerFacts, StrategyFactory, register_strategy
+from .compose import ComposedStrategy
+from .presets import PRESETS
 
-register_strategy("softmax", "local", local)
-register_strategy("softmax", "all_gather", all_gather)
-register_strategy("softmax", "ulysses", ulysses)
+for _name, _factory in PRESETS.items():
+    register_strategy("softmax", _name, _factory)
 
-__all__ = ["STRATEGIES", "AttentionStrategy", "ComposedStrategy", "MixerFacts", "StrategyFactory", "register_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "AttentionStrategy",
+    "ComposedStrategy",
+    "LaunchingStrategy",
+    "MixerFacts",
+    "StrategyFactory",
+    "register_strategy",
+]

@@ -57,7 +57,7 @@ class ComposedStrategy:
         if self.heads is not None:
             return self.heads.scatter(role)
         if role == "q":
-            return self.swap
+            return self._swap()
         return self._phase(self._layout(sequence.rows, sequence.padded_length, causal))
 
     def attend_pending(
@@ -70,13 +70,14 @@ class ComposedStrategy:
         keys = self._launch_phase(k, phase)
         queries = q.wait()  # [B, N / U, U * T, D]
         if isinstance(phase, FirstHop):
-            assert isinstance(keys, Launched) and isinstance(values, Launched)
+            assert isinstance(keys, Launched)
+            assert isinstance(values, Launched)
             out = ring_attention(queries, keys, values, phase, kernel, scale)
         else:  # [B, K / U, S, D]
             values, keys = (x.wait() if isinstance(x, Launched) else x for x in (values, keys))
             outer = sequence.rank // self.ulysses_degree
             out = attend_blocks(queries, keys, values, self._blocks(layout, outer), kernel, scale)
-        return exchange_now(out, self.heads.gather() if self.heads is not None else self.swap)
+        return exchange_now(out, self.heads.gather() if self.heads is not None else self._swap())
 
     def cost(self, shape: AttentionShape, load: Load) -> Cost:
         """See ``CostedStrategy.cost``."""
@@ -99,6 +100,15 @@ class ComposedStrategy:
         if self.swap is not None:
             total += self.swap.cost(outer, shape, shard_tokens, load.itemsize)
         return replace(total, work=pairs * shape.q_heads // u)
+
+    @property
+    def collectives(self) -> tuple[str, ...]:
+        """What the backend must have."""
+        needs = {"all_to_all": self.heads, "all_gather": self.gather, "send/recv": self.ring or self.swap}
+        return tuple(name for name, piece in needs.items() if piece is not None)
+
+    def _swap(self) -> HalfSwap | None:
+        return None if self.swap is None else self.swap.exchange()
 
     def _layout(self, rows: tuple[Row, ...], padded_length: int, causal: bool) -> SequenceLayout:
         """Where everybody's queries sit once the heads are exchanged."""

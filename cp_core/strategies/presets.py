@@ -57,3 +57,13 @@ def _heads(config: ContextParallelConfig, axis: Axis, facts: MixerFacts) -> Head
     factor = kv_repeat_factor(facts.shape.q_heads, kv_heads, axis.size)
     assert factor is not None  # a rule
     return HeadExchange(axis, factor)
+
+
+PRESETS = {
+    "local": local,
+    Algorithm.ALL_GATHER.value: all_gather,
+    Algorithm.ULYSSES.value: ulysses,
+    Algorithm.HYBRID.value: hybrid,
+    Algorithm.RING.value: ring,
+    Algorithm.HYBRID_RING.value: hybrid_ring,
+}

@@ -25,11 +25,14 @@ class HalfSwap:
 
     axis: Axis
 
+    def exchange(self) -> HalfSwap | None:
+        """What travels of q, and of the output; None on the rank that is its own mirror."""
+        return None if self.axis.group is None or 2 * self.axis.rank == self.axis.size - 1 else self
+
     def start(self, x: Tensor) -> Transfer:
         """See ``Exchange.start``."""
+        assert self.axis.group is not None
         mirror, half = self.axis.size - 1 - self.axis.rank, x.shape[2] // 2
-        if mirror == self.axis.rank or self.axis.group is None:
-            return Transfer([], lambda: x)
         first, second = x[:, :, :half], x[:, :, half:].contiguous()
         received = torch.empty_like(second)
         works = start_send_recv([(second, mirror)], [(received, mirror)], self.axis.group)
@@ -39,7 +42,7 @@ class HalfSwap:
 
     def cost(self, rank: int, shape: AttentionShape, shard_tokens: int, itemsize: int) -> Cost:
         """Of the queries and the output of rank ``rank``, of ``shard_tokens`` tokens (all rows together)."""
-        if rank == self.axis.size - 1 - rank:
+        if 2 * rank == self.axis.size - 1:
             return Cost()
         return both_ways(shard_tokens // 2 * shape.q_heads * (shape.qk_dim + shape.v_dim) * itemsize, 2)
 

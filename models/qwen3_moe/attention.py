@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 
-from cp_core import CPAttention, Handoff, SequenceContext
+from cp_core import AttentionShape, CPAttention, Handoff, SequenceContext
 
 from ..common.norm import RMSNorm
 from ..common.rope import apply_rope
@@ -31,18 +31,19 @@ class Qwen3MoeAttention(nn.Module):
         self.q_handoff, self.k_handoff, self.v_handoff = Handoff("q"), Handoff("k"), Handoff("v")
         self.cp = CPAttention(scale=self.head_dim**-0.5)
 
-    def attention_heads(self) -> tuple[int, int]:
-        """Query and kv heads that this module's parameters hold."""
-        return self.q_proj.weight.shape[0] // self.head_dim, self.k_proj.weight.shape[0] // self.head_dim
+    def attention_shape(self) -> AttentionShape:
+        """Heads and widths that this module's parameters hold."""
+        q_heads, kv_heads = (proj.weight.shape[0] // self.head_dim for proj in (self.q_proj, self.k_proj))
+        return AttentionShape(q_heads, kv_heads, self.head_dim, self.head_dim)
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], sequence: SequenceContext) -> Tensor:
         """``[B, T, H] -> [B, T, H]``; collective over the cp axis.
 
         V first, Q last: with an async schedule V and K travel while Q is still being projected.
         """
-        v = self.v_handoff(self._heads(self.v_proj(hidden)))  # [B, K, T, D]
-        k = self.k_handoff(apply_rope(self.k_norm(self._heads(self.k_proj(hidden))), *rope))
-        q = self.q_handoff(apply_rope(self.q_norm(self._heads(self.q_proj(hidden))), *rope))  # [B, N, T, D]
+        v = self.v_handoff(self._heads(self.v_proj(hidden)), sequence)  # [B, K, T, D]
+        k = self.k_handoff(apply_rope(self.k_norm(self._heads(self.k_proj(hidden))), *rope), sequence)
+        q = self.q_handoff(apply_rope(self.q_norm(self._heads(self.q_proj(hidden))), *rope), sequence)  # [B, N, T, D]
         out = self.cp(q, k, v, sequence)  # [B, N, T, D]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cp_core.kernels.sdpa as sdpa
-from cp_core import ContextParallelConfig, CPAttention, Handoff, Segment, Topology, bind_context_parallel, shard_batch
+from cp_core import (
+    AttentionShape,
+    ContextParallelConfig,
+    CPAttention,
+    Handoff,
+    Segment,
+    SequenceContext,
+    Topology,
+    bind_context_parallel,
+    shard_batch,
+)
 from cp_core.blocks import Block, CausalMetadata, attention_blocks
 from cp_core.kernels import SdpaKernel, attend_blocks
 from cp_core.kernels.base import merge
@@ -46,11 +56,15 @@ class Mixer(nn.Module):
     def __init__(self, kv_heads: int, causal: bool) -> None:
         super().__init__()
         self.kv_heads = kv_heads
-        self.handoff_q = Handoff("q")
+        self.handoffs = nn.ModuleDict({role: Handoff(role) for role in "qkv"})
         self.cp = CPAttention(SCALE, causal=causal)
 
-    def attention_heads(self) -> tuple[int, int]:
-        return HEADS, self.kv_heads
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(HEADS, self.kv_heads, DIM, DIM)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceContext) -> Tensor:
+        v, k, q = (self.handoffs[role](x, sequence) for role, x in (("v", v), ("k", k), ("q", q)))
+        return self.cp(q, k, v, sequence)
 
 
 class Model(nn.Module):
@@ -62,9 +76,32 @@ class Model(nn.Module):
         return {"mixer": "softmax"}
 
 
+Setting = tuple[tuple[str, Any], ...]  # fields of a config
+
+
+def settings(size: int) -> list[Setting]:
+    """Every strategy that ``size`` ranks can run, sync and async."""
+    if size == 1:
+        return [()]
+    fields: list[dict[str, Any]] = [
+        {"algorithm": "all_gather"},
+        {"algorithm": "all_gather", "load_balance": True},
+        {"algorithm": "ring"},
+        {"algorithm": "ring", "load_balance": True},
+        {"algorithm": "ulysses"},
+    ]
+    if size == 4:
+        fields += [{"algorithm": name, "ulysses_degree": 2} for name in ("hybrid", "hybrid_ring")]
+    return [
+        tuple({**choice, "schedule": schedule, "kv_head_policy": "repeat"}.items())
+        for choice in fields
+        for schedule in ("sync", "async")
+    ]
+
+
 class Case(NamedTuple):
     layout: str
-    algorithm: str
+    setting: Setting
     kv_heads: int
     causal: bool
     dtype: torch.dtype
@@ -92,7 +129,7 @@ def reference(layout: str, kv_heads: int, causal: bool, rounded: torch.dtype = t
 def run_sharded(case: Case, mesh: Any, rank: int, size: int) -> tuple[Tensor, ...]:
     """out, dq, dk, dv of this rank's tokens."""
     model = Model(case.kv_heads, case.causal)
-    config = ContextParallelConfig(algorithm=case.algorithm, kv_head_policy="repeat")
+    config = ContextParallelConfig(**dict(case.setting))
     bind_context_parallel(model, Topology.from_mesh(mesh), config)
     layout = LAYOUTS[case.layout]
     batch = {
@@ -108,16 +145,15 @@ def run_sharded(case: Case, mesh: Any, rank: int, size: int) -> tuple[Tensor, ..
 
     q, k, v, dout = map(cut, inputs(case.layout, case.kv_heads))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = model.mixer.cp(q, k, v, sequence)
+    out = model.mixer(q, k, v, sequence)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 
 def cases_for(size: int) -> list[Case]:
-    algorithms = ("all_gather", "ulysses") if size > 1 else ("all_gather",)
     return [
-        Case(layout, algorithm, kv_heads, causal, dtype)
+        Case(layout, setting, kv_heads, causal, dtype)
         for layout in LAYOUTS
-        for algorithm in algorithms
+        for setting in settings(size)
         for kv_heads in ((4, 2, 1) if layout == "ragged 128" else (4, 2))
         for causal in (True, False)
         for dtype in (torch.float64, torch.float32)
@@ -164,9 +200,9 @@ def test_parity_four() -> None:
 
 def bf16_cases() -> list[Case]:
     return [
-        Case(layout, algorithm, kv_heads, True, torch.bfloat16)
+        Case(layout, setting, kv_heads, True, torch.bfloat16)
         for layout in ("plain 61", "ragged 128")
-        for algorithm in ("all_gather", "ulysses")
+        for setting in settings(4)
         for kv_heads in (4, 2)
     ]
 
@@ -219,7 +255,7 @@ def probe_worker(rank: int, size: int) -> None:
                     for x in changed:
                         x[:, :, change] += 1.0
                 leaves = [x[:, :, here].detach().requires_grad_() for x in changed]  # noqa: B023
-                out = model.mixer.cp(*leaves, sequence)  # noqa: B023 - called in this round only
+                out = model.mixer(*leaves, sequence)  # noqa: B023 - called in this round only
                 return (out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, here]))  # noqa: B023
 
             def moved(change: slice | int) -> Tensor:
@@ -267,7 +303,7 @@ def strided_worker(rank: int, size: int) -> None:
 
         def call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = model.mixer.cp(*leaves, sequence)  # noqa: B023 - called in this round only
+            out = model.mixer(*leaves, sequence)  # noqa: B023 - called in this round only
             return (out.detach(), *torch.autograd.grad(out, leaves, dout))
 
         base = call(q, k, v, dout)
@@ -333,7 +369,7 @@ def allocation_worker(rank: int, size: int, layouts: list[Layout]) -> list[tuple
             bind_context_parallel(model, Topology.from_mesh(mesh), ContextParallelConfig(algorithm=algorithm))
             q, k, v = (torch.randn(1, heads, local, 4, requires_grad=True) for heads in (8, 2, 2))
             with Allocations() as seen:
-                out = model.mixer.cp(q, k, v, sequence)
+                out = model.mixer(q, k, v, sequence)
                 out.backward(torch.randn_like(out))
             assert q.grad is not None
             found.append((seen.largest, seen.by))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_core import (
     Algorithm,
+    AttentionShape,
     ContextParallelConfig,
     CPAttention,
     Handoff,
@@ -49,8 +50,8 @@ class Mixer(nn.Module):
             self.add_module(f"handoff_{role}", Handoff(role))
         self.cp = CPAttention(0.5)
 
-    def attention_heads(self) -> tuple[int, int]:
-        return self.heads
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(*self.heads, 16, 16)
 
 
 class Model(nn.Module):
