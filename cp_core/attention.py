@@ -135,7 +135,9 @@ class CPAttention(nn.Module):
             raise ValueError(f"{self.path}: {role} must have 4 dims, got {list(x.shape)}")
         x = self._turn(x)
         sequence.check(x.shape[0], x.shape[2], self.cp_size)
-        return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+        device = x.device.type
+        narrow = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return x.to(torch.get_autocast_dtype(device)) if narrow else x
 
     def _pending(self, role: str, x: Tensor, sequence: SequenceContext, frame: Frame | None = None) -> Pending:
         assert isinstance(self.strategy, LaunchingStrategy)

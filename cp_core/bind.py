@@ -95,19 +95,28 @@ def resolve(
             f"{type(model).__name__} does not declare its mixers: give it cp_mixers() -> {{module path: kind}}"
         )
     declared: dict[str, str] = declare()
-    _refuse_undeclared(model, declared)
+    _refuse_undeclared(model, declared, topology.cp.size)
     _refuse_unmatched(config, declared)
     return tuple(
         _resolve_mixer(model.get_submodule(path), path, kind, topology, config) for path, kind in declared.items()
     )
 
 
-def _refuse_undeclared(model: nn.Module, declared: dict[str, str]) -> None:
-    for path, module in model.named_modules():
+def _refuse_undeclared(model: nn.Module, declared: dict[str, str], cp_size: int) -> None:
+    """No layer may mix tokens of a shard on its own, and no declaration may lead nowhere."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    where = f"{type(model).__name__}.cp_mixers()"
+    for path in declared:
+        if path not in modules:
+            raise ValueError(f"{path}: declared in {where}, but there is no such module")
+    for path, module in modules.items():
         owner = path.rpartition(".")[0]
         if isinstance(module, CPAttention) and owner not in declared:
+            raise ValueError(f"{owner or path}: a layer that mixes tokens is not declared in {where}")
+        if isinstance(module, nn.MultiheadAttention) and cp_size > 1:
             raise ValueError(
-                f"{owner or path}: a layer that mixes tokens is not declared in {type(model).__name__}.cp_mixers()"
+                f"{path}: a layer that mixes tokens (MultiheadAttention) is not declared in {where}, and the core has "
+                "no handler for it; write a mixer that calls CPAttention"
             )
 
 

@@ -77,6 +77,7 @@ _COLUMNS = (
     "layer", "kind", "by", "strategy", "schedule", "balance", "kernel", "cp", "U x C", "handoffs", "fallback",
     "bytes/token", "work",
 )  # fmt: skip
+_TOKENS = 1024  # a rank, of the document that stands for a batch not known yet
 _NOTE = (
     "bytes/token: received for each token of a row by the busiest rank, forward + backward; work: the slowest rank's "
     "attention over the mean"
@@ -95,7 +96,7 @@ def format_report(records: Sequence[ResolvedCP], sequence: SequenceContext | Non
         slowest rank slower than it would be without.
     """
     if sequence is None:
-        tokens = 2 * max((record.cp_size for record in records), default=1)
+        tokens = _TOKENS * max((record.cp_size for record in records), default=1)
         rows: tuple[Row, ...] = ((Segment(0, tokens),),)
     else:
         rows, tokens = sequence.rows, sequence.padded_length

@@ -442,9 +442,11 @@ def test_rows_with_the_same_documents_share_blocks() -> None:
     assert blocks == (Block(0, 3, 0, 8, 0, 8, True), Block(3, 4, 0, 4, 0, 4, True), Block(3, 4, 4, 8, 4, 8, True))
 
 
-def test_causal_queries_before_their_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="queries from token 0 on cannot be causal over keys from token 4 on"):
-        attention_blocks(CausalMetadata(0, 4, 4, 8), ((Segment(0, 8),),))
+def test_queries_before_their_keys_see_nothing() -> None:
+    """As ring blocks have it: the keys of a later rank, or keys that begin inside the queries."""
+    rows = ((Segment(0, 8),),)
+    assert attention_blocks(CausalMetadata(0, 4, 4, 8), rows) == ()
+    assert attention_blocks(CausalMetadata(0, 6, 4, 8), rows) == (Block(0, 1, 4, 6, 0, 2, True),)
 
 
 def test_merge_of_empty_parts() -> None:
