@@ -1,4 +1,4 @@
-"""The command line: ``python -m recipes list | check | run``. Thin: each verb calls one function."""
+"""The command line: ``python -m recipes list | check | verify | run``. Thin: each verb calls one function."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     Examples:
       python -m recipes list
       python -m recipes check recipes/configs/qwen3_moe/quickstart.yaml
+      python -m recipes verify recipes/configs/qwen3_moe/quickstart.yaml parallel.cp.algorithm=ring
       python -m recipes run recipes/configs/qwen3_moe/quickstart.yaml train.steps=40
     """,
 )
@@ -64,6 +65,36 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
         f"\u2713 {recipe}: {train.steps} steps of {train.global_batch} x {checked.data.seq_len} tokens, "
         f"cp {cp.size} ({cp.algorithm}, {cp.schedule})"
     )
+
+
+@app.command()
+def verify(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Check that cp.size processes compute what one does, on a narrow model.
+
+    Loss, outputs and gradients of the recipe's first batch (short) and model (all layers and heads, few channels,
+    random weights), in float64. Ends with 0 if all agree, with 1 and the first layer that differs if not.
+
+    \b
+    Example:
+      python -m recipes verify my.yaml parallel.cp.size=4 parallel.cp.schedule=async
+    """
+    checked = _load(recipe, overrides)
+    from cp_core.testing import WorkerError
+
+    from .verify import lines
+    from .verify import verify as compare
+
+    try:
+        verdict = compare(checked)
+    except ValueError as error:
+        typer.echo(f"{recipe}: {error}", err=True)
+        raise typer.Exit(2) from None
+    except WorkerError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    for line in lines(verdict):
+        typer.echo(line)
+    raise typer.Exit(0 if verdict.first is None else 1)
 
 
 @app.command()

@@ -6,7 +6,6 @@ Rules about the model build it once without memory (on the meta device), so what
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import math
@@ -29,12 +28,7 @@ class Problem(NamedTuple):
 VERSION = "0.1.0"
 # What the schema can say and this version cannot do: (field of parallel.cp, values, what to use). Top level and
 # per_layer alike. Rows go when the feature comes.
-NOT_AVAILABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("algorithm", ("hybrid", "ring"), "all_gather or ulysses"),
-    ("schedule", ("async",), "sync"),
-    ("load_balance", (True,), "false"),
-    ("kernel", ("flex", "npu_flash", "flash"), "sdpa"),
-)
+NOT_AVAILABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (("kernel", ("flex", "npu_flash", "flash"), "sdpa"),)
 # Keys of an HF config that a recipe says elsewhere; in model.config they would be ignored.
 SAID_ELSEWHERE = {
     "model_type": "model.family",
@@ -152,9 +146,10 @@ def _config_file(recipe: Recipe) -> str:
 def model_build(recipe: Recipe) -> Iterator[Problem]:
     """The config is one of the family, it builds a model, and the sequence and the CP settings fit that model."""
     import torch
-    from transformers import AutoConfig
 
     from models.auto import FAMILIES
+
+    from .build import model_config
 
     section, random = recipe.model, recipe.model.init == "random"
     if not section.config if random else not os.path.isfile(_config_file(recipe)):
@@ -164,10 +159,7 @@ def model_build(recipe: Recipe) -> Iterator[Problem]:
         yield from problems
         return
     try:
-        if random:
-            config = AutoConfig.for_model(section.family, **copy.deepcopy(section.config))  # it edits rope's dict
-        else:
-            config = AutoConfig.from_pretrained(section.path or "", local_files_only=True)
+        config = model_config(recipe)
         with torch.device("meta"):
             model = FAMILIES[section.family](config)
         yield from [*_sequence_length(recipe, config), *_cp_of_layers(recipe, model)]
@@ -231,6 +223,9 @@ def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:
     )
 
 
+_CP_FIELDS = ("ulysses_degree", "kernel", "load_balance", "schedule")  # what a refusal names; else the algorithm
+
+
 def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
     """What binding refuses; of a mistake that is there without ``per_layer`` too, the field is named."""
     if any(available(recipe)):
@@ -238,20 +233,22 @@ def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
     cp = recipe.parallel.cp
     text = _dry_bind(model, cp)
     if text and text == _dry_bind(model, cp.model_copy(update={"per_layer": {}})):
-        field = next((name for name in ("ulysses_degree", "kernel") if re.search(rf"\b{name}\b", text)), "algorithm")
+        field = next((name for name in _CP_FIELDS if re.search(rf"\b{name}\b", text)), "algorithm")
         yield Problem(f"parallel.cp.{field}", text)
     elif text:
         yield Problem("parallel.cp.per_layer", text)
 
 
 def _dry_bind(model: Any, cp: CPSection) -> str:
-    """Bind the model without memory to a topology of that size without groups: what is refused, or nothing."""
-    from cp_core import ContextParallelConfig, Topology, bind_context_parallel
+    """What binding to a topology of that size, without groups, would refuse; nothing is bound."""
+    from cp_core import Topology
+    from cp_core.bind import resolve
     from cp_core.topology import Axis
 
+    from .build import cp_config
+
     try:
-        config = ContextParallelConfig(**cp.model_dump(exclude={"size"}))
-        bind_context_parallel(model, Topology(cp=Axis(size=cp.size)), config)
+        resolve(model, Topology(cp=Axis(size=cp.size)), cp_config(cp))
     except ValueError as error:
         return str(error)
     return ""

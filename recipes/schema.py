@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-Algorithm = Literal["all_gather", "ulysses", "hybrid", "ring"]
+Algorithm = Literal["all_gather", "ulysses", "hybrid", "ring", "hybrid_ring"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearAlgorithm = Literal["state_p2p", "state_gather", "state_alltoall", "ulysses", "auto"]
 
