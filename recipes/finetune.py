@@ -28,7 +28,7 @@ from .data import build_datasets
 from .export import export_hf
 from .lifetime import lock_folder
 from .loader import load_recipe, run_dir
-from .loop import Run, train
+from .loop import Run, next_sequence, train
 from .metrics import read_metrics
 from .optim import build_optimizer
 from .plots import plot_curve
@@ -86,11 +86,11 @@ def work(recipe: Recipe, folder: Path) -> None:
     say(console, data.report)
 
     model = build_model(recipe, mesh, data.tokenizer)
-    say(console, format_report(model.cp_report))
     optimizer = build_optimizer(model, recipe.optim)
     checkpoints = CheckpointFolder(folder / "checkpoints", recipe.checkpoint.keep, data.digest())
     run = Run(recipe, folder, mesh, data, model, optimizer, checkpoints, console)
     run.resume()
+    say(console, format_report(model.cp_report, next_sequence(run)))
     finished = train(run)
     if not finished:
         say(

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_core import Topology, shard_batch, sync_gradients
+from cp_core import SequenceContext, Topology, shard_batch, sync_gradients
 from cp_core.collectives import sum_values
 from cp_core.device import peak_memory_bytes
 from models import CPPreTrainedModel
@@ -116,18 +116,16 @@ def training_step(run: Run) -> dict[str, Any]:
         What is logged: the mean loss over the step's supervised tokens, the router's loss, and so on.
     """
     started = time.perf_counter()
-    recipe, topology, rows = run.recipe, run.topology, run.data.train_rows
-    indices = batch_indices(len(rows), recipe.train.seed, run.step, recipe.train.global_batch)
-    targets = sum(count_targets(rows[index]) for index in indices)
-    micro_batches = rank_rows(indices, topology.dp.rank, topology.dp.size, recipe.train.micro_batch)
+    recipe, topology = run.recipe, run.topology
+    targets = sum(map(count_targets, _global_batch(run)))
 
     rate = learning_rate(recipe.optim, run.step, recipe.train.steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.zero_grad(set_to_none=True)
     losses, aux_losses = [], []
-    for micro in micro_batches:
-        local = _local_batch(run, [rows[index] for index in micro])
+    for micro in _micro_batches(run):
+        local = _local_batch(run, micro)
         out = run.model(
             **local,
             num_items_in_batch=targets,
@@ -178,6 +176,29 @@ def validate(run: Run) -> float:
         total = total + out.token_loss
     run.model.train()
     return float(sum_values(total, topology.dp.group))
+
+
+def next_sequence(run: Run) -> SequenceContext:
+    """The layout of the micro-batch that this rank takes next; the same on all ranks of its cp group."""
+    sequence: SequenceContext = _local_batch(run, _micro_batches(run)[0])["sequence"]
+    return sequence
+
+
+def _step_indices(run: Run) -> list[int]:
+    settings = run.recipe.train
+    return batch_indices(len(run.data.train_rows), settings.seed, run.step, settings.global_batch)
+
+
+def _global_batch(run: Run) -> list[PackedRow]:
+    """The rows of the next step, of all data ranks."""
+    return [run.data.train_rows[index] for index in _step_indices(run)]
+
+
+def _micro_batches(run: Run) -> list[list[PackedRow]]:
+    """Those of them that are this data rank's, as they go through the model."""
+    dp, rows = run.topology.dp, run.data.train_rows
+    mine = rank_rows(_step_indices(run), dp.rank, dp.size, run.recipe.train.micro_batch)
+    return [[rows[index] for index in micro] for micro in mine]
 
 
 def _local_batch(run: Run, rows: Sequence[PackedRow], supervised: bool = True) -> dict[str, Any]:

@@ -219,20 +219,25 @@ def _compare(alone: Seen, together: Sequence[Seen], tokens: int) -> tuple[tuple[
     }
     gradients: list[Finding] = []
 
-    def add_parameters(layer: str, belongs: Callable[[str], bool]) -> None:
+    def add(layer: str, belongs: Callable[[str], bool]) -> None:
         mine = [name for name in of_parameter if belongs(name)]
         gradients.extend(Finding(layer, f"gradient of {name}", of_parameter.pop(name)) for name in mine)
 
-    above = "the head"
-    inside = tuple(f"{name}." for name in names)
-    embedding = next(iter(of_parameter))
-    add_parameters(above, lambda name: not name.startswith(inside) and name != embedding)
-    for name in reversed(names):
-        gradients.append(Finding(above, f"gradient at the output of {name}", error(name, "arriving")))
-        nested = tuple(f"{other}." for other in names if other.startswith(f"{name}."))
-        add_parameters(name, lambda p, name=name, nested=nested: p.startswith(f"{name}.") and not p.startswith(nested))  # type: ignore[misc]
-        above = name
-    add_parameters("the embedding", lambda name: True)
+    def visit(inside: str, above: str) -> str:
+        """The modules in one, last first; what arrives at an output was made by the one above."""
+        within = [name for name in names if name.startswith(inside)]
+        for name in reversed(within):
+            if any(name.startswith(f"{other}.") for other in within):
+                continue
+            gradients.append(Finding(above, f"gradient at the output of {name}", error(name, "arriving")))
+            above = visit(f"{name}.", name)
+            add(name, lambda parameter, name=name: parameter.startswith(f"{name}."))  # type: ignore[misc]
+        return above
+
+    first = next(iter(of_parameter))  # the embedding's
+    add("the head", lambda parameter: not parameter.startswith(tuple(names)) and parameter != first)
+    visit("", "the head")
+    add("the embedding", lambda parameter: True)
     return outputs, tuple(gradients)
 
 

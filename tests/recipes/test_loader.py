@@ -63,7 +63,7 @@ def test_unknown_key_has_line_and_suggestion(tmp_path: Path) -> None:
         (
             "algorithm: all_gather",
             "algorithm: ulyses",
-            "parallel.cp.algorithm: 'ulyses' is not one of all_gather | ulysses | hybrid | ring (did you mean 'ulysses'?)",
+            "parallel.cp.algorithm: 'ulyses' is not one of all_gather | ulysses | hybrid | ring | hybrid_ring (did you mean 'ulysses'?)",
         ),
         ("name: qwen3_moe_quickstart", "name: 7", "name: got 7: input should be a valid string (in quotes)"),
         ("name: qwen3_moe_quickstart", "name: ../up", "name: got '../up': use letters, digits, '.', '_' and '-'"),

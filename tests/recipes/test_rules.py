@@ -55,10 +55,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data.seq_len",
             "8193 exceeds the model's 8192 positions",
         ),
-        (["parallel.cp.algorithm=hybrid"], "parallel.cp.algorithm", r'"hybrid" is not available in this version \(0\.1\.0\): use all_g'),
-        (["parallel.cp.algorithm=ring"], "parallel.cp.algorithm", '"ring" is not available'),
-        (["parallel.cp.schedule=async"], "parallel.cp.schedule", r'"async" is not available in this version \(0\.1\.0\): use sync'),
-        (["parallel.cp.load_balance=true"], "parallel.cp.load_balance", r"true is not available in this version \(0\.1\.0\): use false"),
+        (["parallel.cp.algorithm=hybrid"], "parallel.cp.ulysses_degree", r"algorithm 'hybrid' needs ulysses_degree, a divisor of the cp size between 1 and 2; cp size 2 has no such divisor"),
+        (["parallel.cp.algorithm=hybrid_ring", "parallel.cp.ulysses_degree=2"], "parallel.cp.ulysses_degree", "ulysses_degree=2 with algorithm 'hybrid_ring' must lie between 1 and the cp size 2"),
+        (["parallel.cp.load_balance=true", "parallel.cp.algorithm=ulysses"], "parallel.cp.load_balance", r"model\.layers\.0\.self_attn: load_balance is for algorithms whose heads stay, not for 'ulysses'"),
         (["parallel.cp.kernel=flash"], "parallel.cp.kernel", r'"flash" is not available in this version \(0\.1\.0\): use sdpa'),
         (
             ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"],
@@ -81,7 +80,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["parallel.cp.per_layer.softmax.algorithm=5"], "parallel.cp.per_layer", "algorithm=5 must be a string"),
         (["parallel.cp.per_layer.softmax.algorithm=ulyses"], "parallel.cp.per_layer", r"algorithm 'ulyses' is not available for 'softmax' layers; available: all_gather \| ulysses"),
         (["parallel.cp.per_layer.softmax.kernel=sdp"], "parallel.cp.per_layer", "kernel 'sdp' is not available; available: sdpa"),
-        (["parallel.cp.per_layer.softmax.algorithm=ring"], r"parallel\.cp\.per_layer\.softmax\.algorithm", '"ring" is not avail'),
         (
             ["parallel.cp.per_layer={model.layers.7.*: {algorithm: ulysses}}"],
             r"parallel\.cp\.per_layer",
