@@ -169,7 +169,7 @@ class Pending:
         self.role, self.sequence, self.path, self.frame = role, sequence, path, frame
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.consumed = False
-        self._handed, self._version = x, x._version
+        self._handed, self._version = x, _version(x)
         self._launched = None if exchange is None else start(x, exchange)
         if self.frame is not None:
             self.frame.open.add(self)
@@ -202,7 +202,7 @@ class Pending:
                 f"{what} was handed off in another forward (another micro-batch?); consume it where it was launched, "
                 "with the same sequence"
             )
-        if self._handed._version != self._version:
+        if _version(self._handed) != self._version:
             raise RuntimeError(f"{what} was changed in place after its handoff, while it travelled")
 
     def _take(self) -> Launched | None:
@@ -213,3 +213,8 @@ class Pending:
         launched, self._launched = self._launched, None
         del self._handed
         return launched
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not say."""
+    return 0 if x.is_inference() else x._version

@@ -30,6 +30,10 @@ class Axis:
         """Itself: a copy of a model (such as an average of weights) talks over the same groups."""
         return self
 
+    def __reduce__(self) -> tuple[type[Axis], tuple[int, int]]:
+        """Sent to another process, it keeps its numbers (a report's costs need them) and loses its group."""
+        return Axis, (self.size, self.rank)
+
 
 @dataclass(frozen=True)
 class Topology:
