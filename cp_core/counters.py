@@ -1,16 +1,20 @@
-"""Counting what c10d really moves: calls, messages and bytes received, at the dispatcher, outside the strategies.
+"""Measuring from outside the strategies: what c10d really moves, and how long computing stands still for it.
 
     with count_communication() as seen:
         model(**local).loss.backward()
     seen.bytes, seen.messages, seen.calls["all_gather"]
 
-Point-to-point messages count too (torch's ``CommDebugMode`` leaves them out). Nothing is counted, and nothing costs
-time, outside the ``with``.
+Calls, messages and bytes are counted at the dispatcher; point-to-point messages count too (torch's ``CommDebugMode``
+leaves them out). ``measure_waits`` does the same for time. Nothing is counted, and nothing costs time, outside the
+``with``.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .collectives import Transfer
 
 # dispatcher name -> (our name, index of the argument whose bytes count, share of it that others sent: (n - 1) / n
 # of a whole tensor, n - 1 of a shard, all of a received message, twice (n - 1) / n of an all-reduce)
@@ -79,6 +85,51 @@ class CommunicationCounter(TorchDispatchMode):
 def count_communication() -> CommunicationCounter:
     """A context manager that counts this process's communication, forward and backward, while it is open."""
     return CommunicationCounter()
+
+
+class WaitMeter:
+    """Use through ``measure_waits``."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pairs: list[tuple[torch.Event, torch.Event]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Time for which computing stood still; on an accelerator this synchronizes."""
+        if self._pairs:
+            torch.accelerator.synchronize()
+        return self._seconds + sum(before.elapsed_time(after) for before, after in self._pairs) / 1e3
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Around one wait: the host's clock, or events on the stream, which is what waits on an accelerator."""
+        if torch.accelerator.is_available():
+            events = (torch.Event(enable_timing=True), torch.Event(enable_timing=True))
+            events[0].record()
+            yield
+            events[1].record()
+            self._pairs.append(events)
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+
+
+@contextmanager
+def measure_waits() -> Iterator[WaitMeter]:
+    """How long this process waits for transfers that were started, forward and backward, while it is open."""
+    meter, plain = WaitMeter(), Transfer.wait
+
+    def timed(transfer: Transfer) -> Tensor:
+        with meter.wait():
+            return plain(transfer)
+
+    Transfer.wait = timed  # type: ignore[method-assign,assignment]
+    try:
+        yield meter
+    finally:
+        Transfer.wait = plain  # type: ignore[method-assign]
 
 
 def _group_size(args: Any) -> int:
