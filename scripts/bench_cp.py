@@ -5,9 +5,9 @@
     torchrun --nproc-per-node=4 scripts/bench_cp.py             on this machine's accelerators
 
 Rounds go through all settings in turn, so that all see the same machine; figures are medians over rounds, of the
-slowest rank. One process (one thread, the whole sequence) runs in the same rounds while the others are idle. "hidden" is
-the share of the sync schedule's waiting that async does without. q, the output and their gradients have little to hide
-behind; v and k have the projections after them.
+slowest rank. One process (one thread, the whole sequence) runs in the same rounds while the others are idle. "hidden"
+is the share of the sync schedule's waiting that async does without: q, the output and their gradients have little to
+hide behind, v and k have the projections that come after them.
 """
 
 from __future__ import annotations
