@@ -45,7 +45,7 @@ KV_HEADS = {"equal": HEADS, "grouped": 4, "one": 1}
 V_DIM = {"equal": DIM, "smaller": 4, "larger": 10}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 TOLERANCE = {"fp64": (1e-10, 1e-10), "fp32": (1e-5, 1e-4)}  # output, gradients; of the largest entry
-FROZEN = {"none": "", "kv": "kv", "q": "q"}
+FROZEN = {"none": "", "kv": "kv", "k": "k", "q": "q"}
 GARBAGE = 7.0  # what stands on padding; nobody may see it
 RAGGED = [row(23, 1, 30, 7), row(4, 40, 17)]
 MASKS: dict[str, tuple[Layout, bool]] = {  # documents and padding of two rows; whether causal
@@ -290,9 +290,8 @@ sizes = pytest.mark.parametrize(
 def test_matrix(size: int) -> None:
     """Also: async is sync, bit for bit in fp32, the whole mixer with its projections included."""
     cases = matrix(size)
-    assert (
-        len(cases) == {2: 5, 4: 7}[size] * 2 * 3 * 2
-    )  # strategies (two of them balanced too), schedules, masks, dtypes
+    strategies = {2: 5, 4: 7}[size]  # all_gather and ring balanced too
+    assert len(cases) == strategies * len(FACTORS["schedule"]) * len(FACTORS["dtype"]) * 3
     results = run_all(cases, size)
     assert [fault for case in cases for fault in faults(case, results[case])] == []
     different = [
