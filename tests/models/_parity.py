@@ -213,10 +213,26 @@ def aux_by_hand(router_logits: Iterable[Tensor], top_k: int) -> Tensor:
 # The zoo.
 
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "all_gather": {"algorithm": "all_gather"},
+    "ulysses": {"algorithm": "ulysses"},
+    "all_gather async": {"algorithm": "all_gather", "schedule": "async"},
+    "ulysses async": {"algorithm": "ulysses", "schedule": "async"},
+    "ring async head-tail": {"algorithm": "ring", "schedule": "async", "load_balance": True},
+    "hybrid async": {"algorithm": "hybrid", "schedule": "async", "ulysses_degree": 2},
+    "hybrid_ring async": {"algorithm": "hybrid_ring", "schedule": "async", "ulysses_degree": 2},
+}
+
+
+def strategies(size: int) -> list[str]:
+    """Those that ``size`` ranks can run."""
+    return [name for name in STRATEGIES if size > 2 or "hybrid" not in name]
+
+
 def load(
     folder: Path, dtype: torch.dtype, mesh: DeviceMesh | None = None, algorithm: str = "all_gather", **arguments: Any
 ) -> Qwen3MoeForCausalLM:
-    cp = ContextParallelConfig(algorithm=algorithm, kv_head_policy="repeat")
+    cp = ContextParallelConfig(**STRATEGIES[algorithm], kv_head_policy="repeat")
     return Qwen3MoeForCausalLM.from_pretrained(folder, mesh=mesh, cp=cp, dtype=dtype, **arguments).train()
 
 

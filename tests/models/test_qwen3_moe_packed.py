@@ -37,7 +37,7 @@ from tests.models._parity import (
 
 DTYPES = (torch.float32, torch.float64)
 REAL = 80  # real tokens are below, padding is at or above
-ALGORITHMS = ("all_gather", "ulysses")
+ALGORITHMS = ("all_gather", "ulysses", "ring async head-tail")
 SIZES = [pytest.param(2, marks=pytest.mark.dist2), pytest.param(4, marks=pytest.mark.dist4)]
 
 

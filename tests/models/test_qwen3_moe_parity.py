@@ -26,6 +26,7 @@ from tests.models._parity import (
     random_batch,
     remembered,
     step,
+    strategies,
     transformers_step,
 )
 
@@ -91,7 +92,7 @@ def worker(rank: int, size: int, folders: dict[str, Path]) -> tuple[dict[Key, Ou
     mesh = mesh_of({"cp": size})
     outcomes, losses = {}, {}
     for name, case in CASES.items():
-        for algorithm in ("all_gather", "ulysses"):
+        for algorithm in strategies(size):
             for dtype in DTYPES:
                 model = load(folders[name], dtype, mesh, algorithm)
                 outcome = step(model, case.batch(), mesh, output_router_logits=case.aux)
@@ -104,7 +105,7 @@ def worker(rank: int, size: int, folders: dict[str, Path]) -> tuple[dict[Key, Ou
 @remembered
 def distributed(size: int) -> list[tuple[dict[Key, Outcome], dict[Key, float]]]:
     folders = {name: checkpoint(**case.config) for name, case in CASES.items()}
-    return run_distributed(worker, size, folders, preload=PRELOAD, timeout=120)
+    return run_distributed(worker, size, folders, preload=PRELOAD, timeout=280)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
@@ -114,9 +115,13 @@ def test_one_process(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp64"])
-@pytest.mark.parametrize("algorithm", ["all_gather", "ulysses"])
 @pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.dist2), pytest.param(4, marks=pytest.mark.dist4)], ids=["cp2", "cp4"]
+    ("size", "algorithm"),
+    [
+        pytest.param(size, algorithm, id=f"cp{size}-{algorithm}", marks=marker)
+        for size, marker in ((2, pytest.mark.dist2), (4, pytest.mark.dist4))
+        for algorithm in strategies(size)
+    ],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_context_parallel(name: str, size: int, algorithm: str, dtype: torch.dtype) -> None:
@@ -139,7 +144,7 @@ def bf16_worker(rank: int, size: int, folder: Path, batch: Batch) -> list[Outcom
     mesh = mesh_of({"cp": size})
     return [
         step(load(folder, torch.bfloat16, mesh, algorithm, parallel=ParallelConfig(fsdp=fsdp)), batch, mesh)
-        for algorithm in ("all_gather", "ulysses")
+        for algorithm in strategies(size)
         for fsdp in (False, True)
     ]
 

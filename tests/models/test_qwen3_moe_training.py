@@ -136,8 +136,10 @@ def _runs() -> list[Run]:
     runs += [Run(cp2, True, "none", "adamw", "ulysses"), Run((("dp_shard", 2),), True, "none", "sgd")]
     runs += [Run(cp4, False, "none", "sgd"), Run(cp4, True, "full", "adamw", "ulysses")]
     runs += [Run(sizes, fsdp, "none", "adamw") for sizes in (data, replicas) for fsdp in (False, True)]
+    runs += [Run(cp2, True, "full", "adamw", "ring async head-tail"), Run(cp4, True, "full", "adamw", "hybrid async")]
     return [
         *runs,
+        Run(data, True, "none", "adamw", "all_gather async"),
         Run(data, True, "full", "sgd"),
         Run((("dp_replicate", 2), ("dp_shard", 1), ("cp", 2)), True, "full", "sgd"),
     ]
