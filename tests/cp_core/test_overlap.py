@@ -48,7 +48,160 @@ class Span(NamedTuple):
     end: float
     main: bool
 
-    def overlaps(step: Step) -> tuple[bool, bool]:
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+class Mark(torch.autograd.Function):
+    """An identity whose backward leaves a span, to see where in backward a projection begins and ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with record_function(f"gradient {ctx.name}"):
+            return grad.view_as(grad), None
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "vkq":
+            self.add_module(f"{name}_proj", nn.Linear(HIDDEN, HEADS * WIDTH, bias=False))
+            self.add_module(f"{name}_handoff", Handoff(name))
+        self.cp = CPAttention(0.1)
+
+    def cp_mixers(self) -> dict[str, str]:
+        return {"": "softmax"}
+
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(HEADS, HEADS, WIDTH, WIDTH)
+
+    def hand_off(self, name: str, x: Tensor, sequence: SequenceContext) -> Any:
+        with record_function(f"project {name}"):
+            x = Mark.apply(self.get_submodule(f"{name}_proj")(Mark.apply(x, f"behind {name}")), f"before {name}")
+        return self.get_submodule(f"{name}_handoff")(x.unflatten(-1, (-1, WIDTH)).transpose(1, 2), sequence)
+
+    def forward(self, x: Tensor, sequence: SequenceContext) -> Tensor:
+        v, k, q = (self.hand_off(name, x, sequence) for name in "vkq")
+        with record_function("attention"):
+            return self.cp(q, k, v, sequence)  # type: ignore[no-any-return]
+
+
+def trace_worker(rank: int, size: int, all_fields: list[dict[str, Any]]) -> list[list[list[Span]]]:
+    """Per setting and step: the spans of one forward and backward, by start."""
+    mesh = cp_mesh(size)
+    found = []
+    for fields in all_fields:
+        mixer = Mixer()
+        bind_context_parallel(mixer, Topology.from_mesh(mesh), ContextParallelConfig(**fields))
+        documents = ((torch.arange(LOCAL * size) + 64) // 128).unsqueeze(0)  # short, across shards: attention is cheap
+        batch = {"input_ids": torch.zeros_like(documents), "document_ids": documents}
+        sequence = shard_batch(batch, mesh)["sequence"]
+        x = torch.randn(1, LOCAL, HIDDEN, requires_grad=True)
+        mixer(x, sequence).sum().backward()
+        steps = []
+        for _ in range(STEPS):
+            dist.barrier()
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                with record_function("forward"):
+                    out = mixer(x, sequence)
+                with record_function("backward"):
+                    out.sum().backward()
+            steps.append(spans_of(profiler))
+        found.append(steps)
+    return found
+
+
+def spans_of(profiler: Any) -> list[Span]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"]
+    main = next(event["tid"] for event in events if event["name"] == "forward")
+    wanted = (
+        "gloo:",
+        "c10d::",
+        "project",
+        "attention",
+        "gradient ",
+        "forward",
+        "backward",
+        "aten::_scaled_dot_product",
+    )
+    spans = [
+        Span(event["name"], event["ts"], event["ts"] + event["dur"], event["tid"] == main)
+        for event in events
+        if event["name"].startswith(wanted)
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+class Step:
+    """One step's spans, by what they are."""
+
+    def __init__(self, spans: list[Span], algorithm: str) -> None:
+        self.spans = spans
+        self.turn = self.one("backward").start
+        p2p = algorithm == "ring"
+        names = ("c10d::send", "c10d::recv_") if p2p else (LAUNCHES[algorithm],)
+        back = ("c10d::_reduce_scatter_base_",) if algorithm == "all_gather" else names
+        traced = (
+            ("gloo:send", "gloo:recv")
+            if p2p
+            else ("gloo:all_gather",)
+            if algorithm == "all_gather"
+            else ("gloo:all_to_all",)
+        )
+        traced_back = ("gloo:all_reduce",) if algorithm == "all_gather" else traced  # gloo's reduce-scatter
+        self.launches = self.named(names, forward=True)[: 2 if algorithm in ("all_gather", "ring") else 3]
+        self.transfers = self.named(traced, forward=True)[: len(self.launches)]
+        self.reverse_launches = self.named(back, forward=False)[-len(self.launches) :]
+        self.reverse_transfers = self.named(traced_back, forward=False)[-len(self.launches) :]
+        # in backward the last in is the first out: gather and ring send k, then v; heads go q, k, v
+        self.reverse_order = "kv" if len(self.launches) == 2 else "qkv"
+        self.kernels = [s for s in spans if s.name.startswith("aten::_scaled") and s.start < self.turn]
+
+    def one(self, name: str) -> Span:
+        (span,) = [span for span in self.spans if span.name == name]
+        return span
+
+    def named(self, names: tuple[str, ...], forward: bool) -> list[Span]:
+        return [span for span in self.spans if span.name in names and (span.start < self.turn) == forward]
+
+    def gradient(self, name: str) -> Span:
+        """From where the projection's gradient begins to where it ends."""
+        before, behind = self.one(f"gradient before {name}"), self.one(f"gradient behind {name}")
+        return Span(name, before.start, behind.end, True)
+
+
+def check_async(step: Step, p2p: bool) -> None:
+    """Launched at the handoffs, awaited before attention; back: launched before, awaited before the projection."""
+    project = {name: step.one(f"project {name}") for name in "vkq"}
+    launch = dict(zip("vkq", step.launches, strict=False))
+    assert project["v"].end <= launch["v"].start
+    assert launch["v"].end <= project["k"].start
+    assert project["k"].end <= launch["k"].start
+    assert launch["k"].end <= project["q"].start
+    attention = step.one("attention")
+    assert project["q"].end <= attention.start
+    if p2p:  # a window ends at its wait: after the projections, in attention
+        assert all(attention.start < window.end < attention.end for window in step.transfers)
+    else:  # all has arrived when attention computes
+        assert all(not span.main for span in (*step.transfers, *step.reverse_transfers))
+        assert max(span.end for span in step.transfers) <= step.kernels[0].start
+    assert step.reverse_launches[-1].end <= step.one("gradient before q").start
+    for name, transfer in zip(step.reverse_order, step.reverse_transfers, strict=True):
+        assert transfer.end <= step.gradient(name).start, name
+    if p2p:  # it stays open over the projection before
+        assert step.reverse_transfers[0].end >= step.gradient("q").end
+        assert step.reverse_transfers[1].end >= step.gradient("k").end
+
+
+def overlaps(step: Step) -> tuple[bool, bool]:
     """Whether v's or k's exchange ran beside a later projection; theirs on the way back beside an earlier gradient.
 
     Either of the two, for the other may be through before: in backward all are launched together.
