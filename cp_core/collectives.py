@@ -82,11 +82,7 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group | None) 
     """
     if group is None:
         return x
-    size = dist.get_world_size(group)
-    split_dim, concat_dim = split_dim % x.ndim, concat_dim % x.ndim
-    if x.shape[split_dim] % size:
-        raise ValueError(f"dim {split_dim} of {tuple(x.shape)} is not divisible by the {size} ranks of the exchange")
-    return _AllToAll.apply(x, split_dim, concat_dim, group)
+    return _AllToAll.apply(x, split_dim % x.ndim, concat_dim % x.ndim, group)
 
 
 def sum_values(x: Tensor, group: Group | None) -> Tensor:
@@ -152,7 +148,10 @@ def start_exchange(x: Tensor, split_dim: int, concat_dim: int, group: Group, asy
 
 def _parts(x: Tensor, dim: int, group: Group) -> Tensor:
     """``[..., P * n, ...] -> [P, ..., n, ...]``."""
-    return x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by the {size} ranks of the exchange")
+    return x.unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
 def _join(stacked: Tensor, dim: int) -> Tensor:

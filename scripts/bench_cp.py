@@ -50,6 +50,7 @@ from cp_core.device import backend_for, device_type, local_device
 from cp_core.testing import run_distributed
 
 ALONE = "one process"
+_LEAST_WAIT = 1e-3  # seconds; below, a share of it would be noise
 
 
 class Sizes(NamedTuple):
@@ -253,7 +254,8 @@ def show(console: Console, result: dict[str, dict[str, float]], cp: int, sizes: 
         if name in (DENSE, BALANCED):
             continue
         twin = result.get(name.replace(", async", ", sync"), found)
-        hidden = f"{1 - found['waits'] / twin['waits']:.0%}" if name.endswith(", async") and twin["waits"] else ""
+        shown = name.endswith(", async") and twin["waits"] > _LEAST_WAIT
+        hidden = f"{1 - found['waits'] / twin['waits']:.0%}" if shown else ""
         table.add_row(
             name, f"{found['seconds'] * 1e3:.0f}", f"{found['seconds'] / alone:.2f}", f"{found['waits'] * 1e3:.1f}",
             hidden, f"{found['bytes'] / 1e6:.2f}", f"{found['memory'] / 1e6:.0f}",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cp_core import ContextParallelConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 ELSEWHERE = (
@@ -42,22 +44,34 @@ def test_commands_of_the_readme(tmp_path: Path) -> None:
         command = command.replace("/tmp/", f"{tmp_path}/")
         if " run " in command:
             command += f" train.steps=2 optim.warmup_steps=1 run_dir={tmp_path}/run"
+        if "bench_cp" in command:
+            command += " --tokens 256 --hidden 64 --rounds 1"
         run(command)
     assert seen.count("scripts/convert_checkpoint.py") == 3
-    assert seen.count("-m") == 3
+    assert seen.count("-m") == 4
+    assert seen.count("scripts/bench_cp.py") == 1
     assert (tmp_path / "run/export/model.safetensors").exists()
 
 
 @pytest.mark.dist2
 def test_python_block_of_the_readme_trains(tmp_path: Path) -> None:
     run(f"python scripts/make_tiny.py qwen3_moe {tmp_path / 'tiny'}")
-    (block,) = blocks("python")
+    block = blocks("python")[0]
     assert "path/to/hf/folder" in block
     (tmp_path / "train.py").write_text(block.replace("path/to/hf/folder", str(tmp_path / "tiny")))
     run("torchrun --standalone --nproc-per-node=2 train.py", cwd=tmp_path)
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_configs_of_the_readme_are_legal() -> None:
+    """The second python block, as it is written."""
+    names = {"ContextParallelConfig": ContextParallelConfig}
+    lines = blocks("python")[1].splitlines()
+    made = [eval(line, names) for line in lines]
+    assert [config.algorithm for config in made] == ["ring", "hybrid", "hybrid"]
+    assert made[2].ulysses_degree == 4
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
