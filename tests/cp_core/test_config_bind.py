@@ -19,8 +19,6 @@ from cp_core import (
     Algorithm,
     AttentionShape,
     ContextParallelConfig,
-    CPAttention,
-    Handoff,
     ResolvedCP,
     Schedule,
     SequenceContext,
@@ -40,38 +38,7 @@ from cp_core.strategies.head_exchange import kv_repeat_factor
 from cp_core.testing import run_distributed
 from cp_core.topology import Axis, cp_submesh
 from tests.cp_core._helpers import refusal
-
-
-class Mixer(nn.Module):
-    def __init__(self, q_heads: int = 8, kv_heads: int = 4) -> None:
-        super().__init__()
-        self.heads = (q_heads, kv_heads)
-        for role in "qkv":
-            self.add_module(f"handoff_{role}", Handoff(role))
-        self.cp = CPAttention(0.5)
-
-    def attention_shape(self) -> AttentionShape:
-        return AttentionShape(*self.heads, 16, 16)
-
-
-class Model(nn.Module):
-    """Layers with a mixer each; ``declared`` overrides what it says about them."""
-
-    def __init__(self, *heads: tuple[int, int], declared: dict[str, str] | None = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Mixer(*pair)}) for pair in heads or ((8, 4),))
-        self.declared = declared
-
-    def cp_mixers(self) -> dict[str, str]:
-        if self.declared is not None:
-            return self.declared
-        return {f"layers.{i}.self_attn": "softmax" for i in range(len(self.layers))}
-
-
-def ranks(cp: int) -> Topology:
-    """A topology without processes: binding needs no communication."""
-    axis = Axis(size=cp, rank=0)
-    return Topology(cp=axis, dp_cp=axis)
+from tests.cp_core._models import Model, ranks
 
 
 @pytest.fixture
@@ -296,8 +263,8 @@ def test_report_text(caplog: pytest.LogCaptureFixture) -> None:
 def test_report_of_nothing_and_of_a_fallback(caplog: pytest.LogCaptureFixture) -> None:
     assert len(format_report([]).split("\n")) == 2
     model = Model((8, 4), (8, 4), (8, 4))
-    model.layers[1]["self_attn"].handoff_k = nn.Identity()
-    model.layers[2]["self_attn"].handoff_k = nn.Identity()
+    model.layers[1]["self_attn"].handoffs[1] = nn.Identity()
+    model.layers[2]["self_attn"].handoffs[1] = nn.Identity()
     config = ContextParallelConfig(algorithm="ring", schedule="async", async_fallback="sync")
     with caplog.at_level(logging.WARNING, logger="cp_core"):
         records = bind_context_parallel(model, ranks(2), config)

@@ -13,10 +13,8 @@ from torch import nn
 
 import cp_core.collectives
 from cp_core import (
-    AttentionShape,
     ContextParallelConfig,
     CPAttention,
-    Handoff,
     Topology,
     bind_context_parallel,
     register_strategy,
@@ -28,37 +26,7 @@ from cp_core.strategies import STRATEGIES
 from cp_core.testing import run_distributed
 from cp_core.topology import Axis
 from tests.cp_core._helpers import cp_mesh, refusal
-
-
-class Mixer(nn.Module):
-    def __init__(self, q_heads: int = 8, kv_heads: int = 4, roles: str = "qkv") -> None:
-        super().__init__()
-        self.heads = (q_heads, kv_heads)
-        self.handoffs = nn.ModuleList(Handoff(role) for role in roles)
-        self.cp = CPAttention(0.5)
-
-    def attention_shape(self) -> AttentionShape:
-        return AttentionShape(*self.heads, 16, 16)
-
-
-class Model(nn.Module):
-    """Layers with a mixer each; ``declared`` overrides what it says about them."""
-
-    def __init__(self, *heads: tuple[int, int], roles: str = "qkv", declared: dict[str, str] | None = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Mixer(*pair, roles)}) for pair in heads or ((8, 4),))
-        self.declared = declared
-
-    def cp_mixers(self) -> dict[str, str]:
-        if self.declared is not None:
-            return self.declared
-        return {f"layers.{i}.self_attn": "softmax" for i in range(len(self.layers))}
-
-
-def ranks(cp: int) -> Topology:
-    """A topology without processes: binding needs no communication."""
-    axis = Axis(size=cp, rank=0)
-    return Topology(cp=axis, dp_cp=axis)
+from tests.cp_core._models import Mixer, Model, ranks
 
 
 def unbound(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ def test_quickstart_learns_resumes_and_exports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     out = done.stdout
     assert "resumed from" in out
+    assert out.count("bytes/token  work") == 2  # the report, with the first batch's figures: once a session
     numbers = re.search(r"training loss ([\d.]+) -> ([\d.]+); valid loss ([\d.]+) \(unigram .*?: ([\d.]+)\)", out)
     assert numbers, out
     first, last, valid, unigram = map(float, numbers.groups())
