@@ -134,7 +134,10 @@ class CPAttention(nn.Module):
         if x.ndim != 4:
             raise ValueError(f"{self.path}: {role} must have 4 dims, got {list(x.shape)}")
         x = self._turn(x)
-        sequence.check(x.shape[0], x.shape[2], self.cp_size)
+        try:
+            sequence.check(x.shape[0], x.shape[2], self.cp_size)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
         device = x.device.type
         narrow = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         return x.to(torch.get_autocast_dtype(device)) if narrow else x

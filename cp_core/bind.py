@@ -211,8 +211,7 @@ def _install(mixer: Any, runtime: Runtime) -> None:
     ledger = None
     if record.schedule == "async":
         ledger = Ledger(record.path)
-        mixer.register_forward_pre_hook(ledger.enter)
-        mixer.register_forward_hook(ledger.leave, always_call=True)
+        ledger.watch(mixer)
         for handoff in _handoffs(mixer):
             handoff.launch = call.launch
     call.bind(record.strategy, KERNELS[record.kernel](), record.cp_size, record.path, ledger)

@@ -10,6 +10,7 @@ All functions are collective: every rank of the group calls them, in the same or
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+_abandoned: weakref.WeakKeyDictionary[Group, list[Transfer]] = weakref.WeakKeyDictionary()
 
 
 class Transfer:
@@ -27,10 +29,18 @@ class Transfer:
         works: what to wait for.
         finish: makes the result out of what has arrived.
         sent: tensors that must live until then.
+        p2p: the group, if these are point-to-point messages: dropped before they are through, they would meet later
+            ones (seen with gloo). A transfer that an error leaves behind therefore hands them to ``start_send_recv``.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor], *sent: Tensor) -> None:
-        self._works, self._finish, self._sent = list(works), finish, sent
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        finish: Callable[[], Tensor],
+        *sent: Tensor,
+        p2p: Group | None = None,
+    ) -> None:
+        self._works, self._finish, self._sent, self._p2p = list(works), finish, sent, p2p
 
     def wait(self) -> Tensor:
         """The result; call it once."""
@@ -39,6 +49,10 @@ class Transfer:
                 work.wait()
         self._works, self._sent = [], ()
         return self._finish()
+
+    def __del__(self) -> None:
+        if self._works and self._p2p is not None:
+            _abandoned.setdefault(self._p2p, []).append(Transfer(self._works, self._finish, *self._sent))
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Transfer:
         """The same exchange, its result passed through ``step``."""
@@ -227,6 +241,8 @@ def start_send_recv(
         What to wait for.
     """
     assert all(tensor.is_contiguous() for tensor, _ in (*sends, *receives))
+    for transfer in _abandoned.pop(group, ()):
+        transfer.wait()
     ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
     ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in receives]
     return dist.batch_isend_irecv(ops) if ops else []

@@ -126,6 +126,11 @@ class Ledger:
         """The innermost forward."""
         return self.frames[-1] if self.frames else None
 
+    def watch(self, mixer: nn.Module) -> None:
+        """Hear of every forward of the mixer. (torch tells of one that ends by Ctrl-C only when it begins.)"""
+        mixer.register_forward_pre_hook(self.enter, prepend=True)  # before any that may raise
+        mixer.register_forward_hook(self.leave, always_call=True)
+
     def enter(self, module: nn.Module, args: Any) -> None:
         """A forward begins (forward pre-hook of the mixer)."""
         self.frames.append(Frame())
@@ -136,7 +141,10 @@ class Ledger:
         Raises:
             RuntimeError: an exchange was launched and not consumed.
         """
-        left = self.frames.pop().open
+        if not self.frames:  # a pre-hook before ours raised
+            return
+        frame = self.frames.pop()
+        left, frame.open = frame.open, set()
         if left and output is not None:
             roles = ", ".join(sorted(repr(pending.role) for pending in left))
             raise RuntimeError(

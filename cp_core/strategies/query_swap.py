@@ -36,7 +36,7 @@ class HalfSwap:
         first, second = x[:, :, :half], x[:, :, half:].contiguous()
         received = torch.empty_like(second)
         works = start_send_recv([(second, mirror)], [(received, mirror)], self.axis.group)
-        return Transfer(works, lambda: torch.cat([first, received], 2), second)
+        return Transfer(works, lambda: torch.cat([first, received], 2), second, p2p=self.axis.group)
 
     start_reverse = start
 

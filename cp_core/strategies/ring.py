@@ -248,7 +248,8 @@ def _post(step: Step, held: Mapping[int, Tensor], like: Tensor, group: Group) ->
     sends = [(held[owner].contiguous(), rank) for owner, rank in step.sends]
     received = _buffer(like, step.receive is not None)
     receives = [(received, step.receive[1])] if step.receive is not None else []
-    return Transfer(start_send_recv(sends, receives, group), lambda: received, *(tensor for tensor, _ in sends))
+    works = start_send_recv(sends, receives, group)
+    return Transfer(works, lambda: received, *(tensor for tensor, _ in sends), p2p=group)
 
 
 class _Home:
@@ -271,7 +272,8 @@ class _Home:
         received = _buffer(self.x, step.returned_by is not None)
         receives = [(received, step.returned_by)] if step.returned_by is not None else []
         works = start_send_recv(sends, receives, self.hop.group)
-        before, self.arriving = self.arriving, Transfer(works, lambda: received, *(tensor for tensor, _ in sends))
+        sent = (tensor for tensor, _ in sends)
+        before, self.arriving = self.arriving, Transfer(works, lambda: received, *sent, p2p=self.hop.group)
         self._add(before.wait())
 
     def leave(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from cp_core import (
     AttentionShape,
@@ -127,6 +128,7 @@ def bitwise_worker(rank: int, size: int) -> list[tuple[Any, bool]]:
         fields = dict(setting)
         if fields["schedule"] == "async":
             blocks = [build(mesh, **fields | {"schedule": schedule}) for schedule in ("sync", "async")]
+            assert [block.second.cp.ledger is None for block in blocks] == [True, False]
             x, sequence = batch(mesh)
             a, b = (results(block, x, block(x, sequence)) for block in blocks)
             found.append((setting, len(a) == 2 + 16 and same(a, b)))
@@ -211,6 +213,49 @@ def whole(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
     return m.v_handoff(m.project("v", torch.cat([x, x], 1)), s)
 
 
+def bypassed_values(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    k, q = m.hand("k", x, s), m.hand("q", x, s)
+    return m.cp(q, k, m.project("v", x), s)
+
+
+def changed_query(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    v, k, q = m.hand("v", x, s), m.hand("k", x, s), m.project("q", x)
+    pending = m.q_handoff(q, s)
+    q[:, 0].zero_()  # through a view
+    return m.cp(pending, k, v, s)
+
+
+def no_sequence_at_last(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    v, k, q = (m.hand(name, x, s) for name in "vkq")
+    return m.cp(q, k, v, None)
+
+
+def heads_apart(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    k, q = m.hand("k", x, s), m.hand("q", x, s)
+    return m.cp(q, k, m.v_handoff(m.project("v", x).repeat(1, 2, 1, 1), s), s)
+
+
+def outer_in_inner(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    v, k, q = (m.hand(name, x, s) for name in "vkq")
+    m.between = lambda m, x, s: m.cp(q, k, v, s)
+    return m(x, s)
+
+
+def planted(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    m.hand("v", x, s), m.hand("k", x, s)
+    raise ValueError("of the mixer itself")
+
+
+def planted_inside(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    """A forward in this one fails and is caught; this one's own frame must still be there."""
+    v, k, q = (m.hand(name, x, s) for name in "vkq")
+    m.between = planted
+    with pytest.raises(ValueError, match="of the mixer itself"):
+        m(x, s)
+    m.cp(q, k, v, s)
+    raise ValueError("the outer one consumed its own")
+
+
 KEPT: list[Any] = []
 
 
@@ -233,6 +278,13 @@ MISUSE: dict[Change, str] = {
     changed: "second: 'k' was changed in place after its handoff, while it travelled",
     other_batch: "second: 'q' was handed off in another forward (another micro-batch?)",
     no_sequence: "second: no sequence; pass the one that shard_batch returned to the handoffs",
+    bypassed_values: "second: 'v' bypassed its handoff: with schedule 'async'",
+    changed_query: "second: 'q' was changed in place after its handoff, while it travelled",
+    no_sequence_at_last: "second: no sequence; pass the one that shard_batch returned to the handoffs",
+    heads_apart: "second: q [2, 8, 16, 5], k [2, 4, 16, 5] and v [2, 8, 16, 5] do not fit together",
+    outer_in_inner: "second: 'q' was handed off in another forward (another micro-batch?)",
+    planted: "of the mixer itself",
+    planted_inside: "the outer one consumed its own",
     narrow: "second: q [2, 8, 16, 5], k [2, 4, 16, 4] and v [2, 4, 16, 5] do not fit together",
     other_dtype: "second: q, k and v must have one dtype, got torch.float32, torch.float64, torch.float32",
     flat: "second: v must have 4 dims, got [2, 4, 80]",
@@ -421,6 +473,233 @@ def test_frozen_producers_launch_no_way_back() -> None:
             if fields.get("load_balance"):  # the output's swap, and that of q; both ranks then use both blocks
                 expected = (keys + 2 if fields["algorithm"] == "ring" else keys) + 1 + ("q" in trained)
             assert messages == expected, (fields, frozen, rank)
+
+
+def corners_worker(rank: int, size: int) -> list[str]:
+    """Names of the corners whose results differ from plain ones, or whose backward sends what nobody asked for."""
+    mesh = cp_mesh(size)
+    wrong: list[str] = []
+    for fields in (dict(setting) for setting in settings(size)):
+        if fields["schedule"] == "async":
+            corners(mesh, fields, lambda name, fields=fields: wrong.append(f"{fields}: {name}"))
+    return wrong
+
+
+def corners(mesh: Any, fields: dict[str, Any], fail: Callable[[str], None]) -> None:
+    block = build(mesh, **fields)
+    names = [name for name, _ in block.named_parameters()]
+    micro = {which: batch(mesh, seed) for seed, which in enumerate("abc")}
+    want = {which: results(block, x, block(x, s)) for which, (x, s) in micro.items()}
+    x, sequence = micro["a"]
+
+    def expect(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
+        if not same(got, wanted):
+            fail(name)
+
+    outs = {}
+    for action in ("fa", "fb", "ba", "fc", "bb", "bc"):  # the steady state of 1F1B
+        which = action[1]
+        if action[0] == "f":
+            outs[which] = block(*micro[which])
+        else:
+            expect(f"1F1B: {which}", results(block, micro[which][0], outs[which]), want[which])
+
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(block, x, sequence, use_reentrant=False)
+        expect("checkpoint recomputed to its end", results(block, x, out), want["a"])
+    inner = x + checkpoint(block.first, x, sequence, use_reentrant=False)
+    nested = checkpoint(lambda y: x + checkpoint(block.second, y, sequence, use_reentrant=False), inner,
+                        use_reentrant=False)  # fmt: skip
+    expect("checkpoint in a checkpoint", results(block, x, nested), want["a"])
+
+    mixer = block.second
+    plain = messages_of(mixer, x, sequence, list(mixer.parameters()))
+    for role in "vkq":  # the rest of the graph has gradients too; this backward does not ask for them
+        some = messages_of(mixer, x, sequence, [mixer.get_parameter(f"{role}_proj.weight")])
+        frozen = messages_of(mixer, x.detach(), sequence, [mixer.get_parameter(f"{role}_proj.weight")], only=role)
+        if some != frozen or some > plain or (some == plain and fields["algorithm"] == "ulysses"):
+            fail(f"gradient of {role} alone: {some} messages, {frozen} if the others are frozen, {plain} in all")
+    block.zero_grad()
+
+    out = block(x, sequence)
+    leaves = [block.get_parameter(name) for name in ("second.q_proj.weight", "second.k_proj.weight")]
+    parts = [torch.autograd.grad(out.square().sum(), [leaf], retain_graph=True)[0] for leaf in leaves]
+    expect("one leaf after another", parts, [want["a"][2 + names.index(f"second.{n}_proj.weight")] for n in "qk"])
+    expect("and then all of them", results(block, x, out), want["a"])
+    if "a second time" not in refused(lambda: results(block, x, out)):
+        fail("a graph that was freed")
+    block.zero_grad()
+    x.grad = None
+
+    def stop(grad: Tensor) -> None:
+        raise RuntimeError("of a hook")
+
+    out = block(x, sequence)
+    handle = block.second.k_proj.weight.register_hook(stop)
+    if refused(lambda: results(block, x, out)) != "of a hook":
+        fail("an error in backward")
+    handle.remove()
+    expect("after an error in backward", results(block, x, block(x, sequence)), want["a"])
+
+    def nest(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+        m.between = None
+        first = m(x, s)
+        v, k, q = (m.hand(name, x, s) for name in "vkq")
+        second = m(x, s)
+        m.between = nest
+        return first + second + m.o_proj(m.cp(q, k, v, s).transpose(1, 2).flatten(2))
+
+    mixer = block.first
+    alone = results(mixer, x, 3 * mixer(x, sequence))
+    mixer.between = nest
+    got = results(mixer, x, mixer(x, sequence))
+    mixer.between = None
+    close = [torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())) for a, b in zip(got, alone, strict=True)]
+    if not all(close):
+        fail("gradients of nested forwards")
+    assert not ledger_of(block.first).frames
+    assert not ledger_of(block.second).frames
+
+    autocast = []
+    for schedule in ("sync", "async"):
+        twin = build(mesh, **fields | {"schedule": schedule})
+        twin.second.between = widened
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = checkpoint(twin, x, sequence, use_reentrant=False)
+        autocast.append(results(twin, x, out))
+    expect("autocast", *autocast)
+
+
+def widened(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    """As after a RoPE in fp32; autocast narrows at the core again."""
+    v, k, q = (m.get_submodule(f"{name}_handoff")(m.project(name, x).float(), s) for name in "vkq")
+    assert (q.dtype if m.cp.ledger is not None else torch.bfloat16) == torch.bfloat16
+    return m.o_proj(m.cp(q, k, v, s).transpose(1, 2).flatten(2))
+
+
+def messages_of(mixer: Mixer, x: Tensor, sequence: SequenceContext, inputs: list[Any], only: str | None = None) -> int:
+    """What this rank receives in a backward for ``inputs``; ``only``: the other projections are frozen."""
+    for role in "vkq":
+        mixer.get_submodule(f"{role}_proj").requires_grad_(only in (None, role))
+    out = mixer(x, sequence)
+    with count_communication() as seen:
+        torch.autograd.grad(out.square().sum(), inputs)
+    for role in "vkq":
+        mixer.get_submodule(f"{role}_proj").requires_grad_(True)
+    torch.distributed.barrier()
+    return seen.messages
+
+
+@pytest.mark.dist2
+def test_corners_two() -> None:
+    assert run_distributed(corners_worker, 2) == [[], []]
+
+
+@pytest.mark.dist4
+def test_corners_four() -> None:
+    assert run_distributed(corners_worker, 4) == [[]] * 4
+
+
+@pytest.mark.dist4
+def test_frozen_producers_of_a_hybrid_launch_no_way_back() -> None:
+    for found in run_distributed(frozen_worker, 4):
+        hybrid = [entry for entry in found if entry[0]["algorithm"] == "hybrid"]
+        assert len(hybrid) == 2 * 5
+        for fields, frozen, messages in hybrid:
+            trained = {name for name in "qkv" if name not in frozen}
+            # heads: the output's and one for each that is trained; the gather's reverse: k's and v's
+            assert messages == 1 + len(trained) + len(trained & {"k", "v"}), (fields, frozen)
+
+
+def fallback_worker(rank: int, size: int, lacking: tuple[str, ...]) -> tuple[list[str], list[tuple[str, str]], bool]:
+    """``lacking``: the mixers without a handoff of q; the other ones can be async."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cp_core").addHandler(handler)
+    mesh = cp_mesh(size)
+    x, sequence = batch(mesh)
+    outcomes = []
+    for fields in ({"schedule": "async", "async_fallback": "sync"}, {"schedule": "sync"}):
+        block = Block()
+        for name in lacking:
+            mixer = block.get_submodule(name)
+            del mixer.q_handoff
+            mixer.between = without_query_handoff  # type: ignore[assignment]
+        config = ContextParallelConfig(algorithm="ring", **fields)  # type: ignore[arg-type]
+        records = bind_context_parallel(block, Topology.from_mesh(mesh), config)
+        outcomes.append((records, results(block, x, block(x, sequence))))
+    (records, got), (_, want) = outcomes
+    resolved = [(record.schedule, record.fallback) for record in records]
+    return [line for line in said if "replaced" in line], resolved, same(got, want)
+
+
+def without_query_handoff(m: Mixer, x: Tensor, s: SequenceContext) -> Tensor:
+    v, k = m.hand("v", x, s), m.hand("k", x, s)
+    return m.o_proj(m.cp(m.project("q", x), k, v, s).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.dist2
+@pytest.mark.parametrize("lacking", [("second",), ("first", "second")], ids=["one mixer", "both mixers"])
+def test_async_fallback_is_logged_once_and_runs_as_sync(lacking: tuple[str, ...]) -> None:
+    why = "schedule 'async' needs one Handoff each for q, k and v in the mixer, found: ('v', 'k')"
+    for rank, (said, resolved, equal) in enumerate(run_distributed(fallback_worker, 2, lacking)):
+        assert said == ([f"schedule 'async' replaced by 'sync': {why}"] if rank == 0 else [])
+        assert resolved == [("sync", why) if name in lacking else ("async", "") for name in ("first", "second")]
+        assert equal
+
+
+def abandoned_worker(rank: int, size: int, algorithm: str) -> bool:
+    mesh = cp_mesh(size)
+    block = build(mesh, algorithm=algorithm, schedule="async")
+    x, sequence = batch(mesh)
+    want = results(block, x, block(x, sequence))
+    well = True
+    for _ in range(10):
+        block.second.between = planted  # v and k are launched, then the mixer raises on every rank
+        assert refused(lambda: block(x, sequence)) == "of the mixer itself"
+        block.second.between = None
+        well = well and same(want, results(block, x, block(x, sequence)))
+    return well
+
+
+@pytest.mark.dist2
+@pytest.mark.parametrize("algorithm", ["all_gather", "ulysses", "ring"])
+def test_exchanges_that_an_error_leaves_do_not_meet_the_next_forward(algorithm: str) -> None:
+    assert run_distributed(abandoned_worker, 2, algorithm, timeout=20) == [True, True]
+
+
+class Raising(nn.Module):
+    """Of what a mixer's ledger sees, the failures alone; one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger("mixer")
+        self.refuse = False
+        self.register_forward_pre_hook(self.before)  # of someone else, before binding
+        self.ledger.watch(self)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if self.refuse:
+            raise ValueError("of a hook")
+
+    def forward(self, body: Callable[[], None]) -> int:
+        body()
+        return len(self.ledger.frames)
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+def test_a_pre_hook_that_raises_does_not_close_the_outer_forward() -> None:
+    """torch calls the hook that leaves although the one that enters was never reached."""
+    mixer = Raising()
+
+    def body() -> None:
+        mixer.refuse = True
+        with pytest.raises(ValueError, match="of a hook"):
+            mixer(lambda: None)
+        mixer.refuse = False
+
+    assert mixer(body) == 1
 
 
 # ---------------------------------------------------------------- nothing is left
