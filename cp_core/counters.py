@@ -34,6 +34,7 @@ _OPS: dict[str, tuple[str, int, str]] = {
     "_reduce_scatter_base_": ("reduce_scatter", 0, _SHARD),
     "reduce_scatter_": ("reduce_scatter", 0, _SHARD),
     "alltoall_base_": ("all_to_all", 0, _WHOLE),
+    "alltoall_": ("all_to_all", 0, _WHOLE),
     "allreduce_": ("all_reduce", 0, _TWICE),
     "recv_": ("recv", 0, _MESSAGE),
 }

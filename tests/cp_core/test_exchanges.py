@@ -6,7 +6,6 @@ Numbered tensors: entry ``[b, n, t]`` holds ``1000 * n + t`` of the whole sequen
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_core import Segment, Topology, shard_batch
+from cp_core import ContextParallelConfig, Segment, Topology, bind_context_parallel, register_kernel, shard_batch
 from cp_core.blocks import pairs_of
+from cp_core.kernels import SdpaKernel
 from cp_core.pending import Exchange, exchange_now
 from cp_core.strategies.gather import SequenceGather
 from cp_core.strategies.head_exchange import HeadExchange
-from cp_core.strategies.query_swap import HalfSwap, balanced_spans
+from cp_core.strategies.query_swap import HalfSwap, Spans, balanced_spans
 from cp_core.strategies.ring import FirstHop, SequenceLayout
 from cp_core.testing import run_distributed
 from cp_core.topology import Axis
 from tests.cp_core._helpers import Layout, cp_mesh, random_layout, row, runs, strided_copies, visible
+from tests.cp_core.test_attention import settings
+from tests.cp_core.test_cost import Model
 
 # ---------------------------------------------------------------- groups
 
@@ -31,7 +33,7 @@ from tests.cp_core._helpers import Layout, cp_mesh, random_layout, row, runs, st
 def test_rank_groups_of_every_size_and_degree() -> None:
     """Inner: U adjacent ranks. Outer: every U-th rank. Together each pair of numbers names one rank."""
     for size in range(1, 17):
-        for degree in (d for d in range(1, size + 1) if size % d == 0):
+        for degree in degrees(size):
             places = []
             for rank in range(size):
                 inner, outer = Topology(cp=Axis(size, rank)).split_cp(degree)
@@ -42,36 +44,75 @@ def test_rank_groups_of_every_size_and_degree() -> None:
             assert len(set(places)) == size
 
 
-def groups_worker(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for shape, names in (((size,), ("cp",)), ((2, size // 2), ("dp_shard", "cp"))):
-        topology = Topology.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
-        for degree in (d for d in range(1, topology.cp.size + 1) if topology.cp.size % d == 0):
-            first = topology.split_cp(degree)
-            before = dist.distributed_c10d._world.group_count
-            assert topology.split_cp(degree) == first
-            assert dist.distributed_c10d._world.group_count == before  # cached
-            found[f"{names} {degree}"] = [
-                [rank] if axis.group is None else dist.get_process_group_ranks(axis.group) for axis in first
-            ]
-            assert all(axis.group is None or axis.group.rank() == axis.rank for axis in first)
-    ids = torch.zeros(1, 32, dtype=torch.int64)
-    sequence = shard_batch({"input_ids": ids}, cp_mesh(size))["sequence"]
+def degrees(size: int) -> list[int]:
+    return [d for d in range(1, size + 1) if size % d == 0]
+
+
+def groups_made() -> int:
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def check_groups(topology: Topology, rank: int) -> None:
+    """Each degree's groups hold the ranks they should, and asking again makes none."""
+    size = topology.cp.size
+    base = rank // size * size
+    for degree in degrees(size):
+        axes = topology.split_cp(degree)
+        made = groups_made()
+        assert topology.split_cp(degree) == axes
+        assert groups_made() == made
+        inner, outer = ([rank] if a.group is None else dist.get_process_group_ranks(a.group) for a in axes)
+        first, place = base + (rank - base) // degree * degree, (rank - base) % degree
+        assert inner == list(range(first, first + degree)), (size, degree, rank)
+        assert outer == list(range(base + place, base + size, degree)), (size, degree, rank)
+        assert all(axis.group is None or axis.group.rank() == axis.rank for axis in axes)
+
+
+def fake_groups_worker(rank: int, size: int) -> int:
+    """Every rank of every mesh in turn, in this one process: the fake backend makes groups and moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    seen = 0
+    for data, cp in [(1, cp) for cp in range(1, 17)] + [(2, cp) for cp in (2, 3, 4, 8)]:
+        shape, names = ((cp,), ("cp",)) if data == 1 else ((data, cp), ("dp_shard", "cp"))
+        for place in range(data * cp):
+            dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=data * cp)
+            check_groups(Topology.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names)), place)
+            dist.destroy_process_group()
+            seen += 1
+    return seen
+
+
+def test_rank_groups_up_to_sixteen_ranks() -> None:
+    assert run_distributed(fake_groups_worker, 1, timeout=120) == [sum(range(17)) + 2 * (2 + 3 + 4 + 8)]
+
+
+def real_groups_worker(rank: int, size: int, data: int) -> None:
+    cp = size // data
+    shape, names = ((size,), ("cp",)) if data == 1 else ((data, cp), ("dp_shard", "cp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    topology = Topology.from_mesh(mesh)
+    check_groups(topology, rank)
+    made = groups_made()
+    sequence = shard_batch({"input_ids": torch.zeros(1, 32, dtype=torch.int64)}, mesh)["sequence"]
+    splits = [(name, d) for name in ("hybrid", "hybrid_ring") for d in degrees(cp) if 1 < d < cp]
+    assert splits
+    for algorithm, degree in [("all_gather", None), ("ring", None), ("ulysses", None), *splits]:
+        model = Model(4, True, 8)
+        bind_context_parallel(model, topology, ContextParallelConfig(algorithm=algorithm, ulysses_degree=degree))
+        out = model.mixer(*(torch.ones(1, heads, 32 // cp, 8, requires_grad=True) for heads in (8, 4, 4)), sequence)
+        out.sum().backward()
+    assert groups_made() == made  # neither binding nor running makes any
+    assert mesh.mesh_dim_names == names
     assert sequence.cp_mesh is not None
     assert sequence.cp_mesh.mesh_dim_names == ("cp",)  # the inner axes stay inside
-    return found
 
 
 @pytest.mark.dist4
-@pytest.mark.parametrize("size", [4, 8, 12])
-def test_rank_groups_of_real_processes(size: int) -> None:
-    for rank, found in enumerate(run_distributed(groups_worker, size, timeout=120)):
-        for key, (inner, outer) in found.items():
-            cp, degree = (size // 2 if "dp_shard" in key else size), int(key.split()[-1])
-            base = rank // cp * cp
-            first, place = base + (rank - base) // degree * degree, (rank - base) % degree
-            assert inner == list(range(first, first + degree)), key
-            assert outer == list(range(base + place, base + cp, degree)), key
+@pytest.mark.parametrize("data", [1, 2])
+def test_rank_groups_of_real_processes_and_none_made_later(data: int) -> None:
+    run_distributed(real_groups_worker, 4 * data, data, timeout=120)
 
 
 # ---------------------------------------------------------------- order
@@ -144,8 +185,8 @@ def order_worker(rank: int, size: int) -> None:
         check_exchange(swap, whole[:, :, here], whole[:, :, order], by_tokens[rank], returned[:, :, here])
 
     if size > 1:
-        spans = tuple(((r * local, (r + 1) * local),) for r in range(size))
-        layout = SequenceLayout(spans, local, False, ((Segment(0, local * size),),))
+        plain: tuple[Spans, ...] = tuple(((r * local, (r + 1) * local),) for r in range(size))
+        layout = SequenceLayout(plain, local, False, ((Segment(0, local * size),),))
         assert axis.group is not None
         arrived = FirstHop(layout.plan(rank), axis.group).start(whole[:, :, here]).wait()
         before = (rank - 1) % size
@@ -180,7 +221,7 @@ def rows_of(layout: Layout) -> tuple[tuple[Segment, ...], ...]:
 def test_blocks_travel_to_those_who_need_them_and_to_nobody_else() -> None:
     """Against dense masks, for up to 8 ranks: visits, blocks, sends that meet receives, work."""
     rng = random.Random(1)
-    for size in range(2, 9):
+    for size in range(1, 9):
         local = 6
         length = size * local
         layouts = [
@@ -214,6 +255,8 @@ def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> N
         arrivals = [step.receive[0] for step in plans[rank].steps if step.receive is not None]
         assert sorted([rank, *arrivals]) == sorted(received)  # each once
         assert len(arrivals) == layout.received(rank)
+        for index, at in enumerate(plans[rank].steps):  # a block is held as long as it is sent, and no longer
+            assert at.keeps == {owner for later in plans[rank].steps[index + 1 :] for owner, _ in later.sends}
     for step in range(size):
         sent = {(rank, owner, to) for rank in range(size) for owner, to in plans[rank].steps[step].sends}
         awaited = {
@@ -222,6 +265,10 @@ def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> N
             if (receive := plans[rank].steps[step].receive) is not None
         }
         assert sent == awaited
+        going_home = {(user, owner) for _, owner, user in awaited}  # a block's share leaves in the step it came in
+        assert {(plan.steps[step].returned_by, plan.rank) for plan in plans} - {
+            (None, r) for r in range(size)
+        } == going_home
         for rank, owner, _ in sent:  # it has what it sends: its own, or what came before
             earlier = [plans[rank].steps[s].receive for s in range(step)]
             assert owner == rank or any(r is not None and r[0] == owner for r in earlier)
@@ -232,24 +279,78 @@ def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> N
 
 
 # ---------------------------------------------------------------- summation in narrow dtypes
+# Shares are whole numbers up to 256, exact in bf16, and so are their fp32 sums in any order; a running bf16 sum is not.
 
 
-def narrow_worker(rank: int, size: int) -> None:
-    axis = Topology.from_mesh(cp_mesh(size)).cp
+def shares(size: int, *shape: int) -> Tensor:
+    """What each rank contributes, ``[size, *shape]``."""
     generator = torch.Generator().manual_seed(0)
-    partial = (torch.randn(size, 2, 3, size * 4, 5, generator=generator) * 3).to(torch.bfloat16)
-    exchange = SequenceGather(axis).exchange()
-    assert exchange is not None
+    return torch.randint(129, 257, (size, *shape), generator=generator).to(torch.bfloat16)
+
+
+def sum_in_fp32(parts: Tensor) -> Tensor:
+    """Over the first dim, rounded once; differs from a sum in bf16, or the case could not tell."""
+    once = parts.float().sum(0).to(torch.bfloat16)
+    running = parts[0]
+    for part in parts[1:]:
+        running = running + part
+    assert not torch.equal(once, running)
+    return once
+
+
+class SharesKernel(SdpaKernel):
+    """Rank r's share of dK is ``dk[r]`` at the places that k names (its entries are their own positions); dV too."""
+
+    name = "shares"
+    rank = 0
+    dk = shares(4, 1, 4, 32, 8)
+    dv = dk.flip(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:-1])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        places = k[0, 0, :, 0].long()
+        return torch.zeros_like(q), self.dk[self.rank][:, :, places], self.dv[self.rank][:, :, places]
+
+
+def narrow_worker(rank: int, size: int) -> int:
+    mesh = cp_mesh(size)
+    axis = Topology.from_mesh(mesh).cp
+
+    partial = shares(size, 2, 3, size * 4, 5)
     leaf = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16, requires_grad=True)
-    (grad,) = torch.autograd.grad(exchange_now(leaf, exchange), leaf, partial[rank])
-    here = partial[:, :, :, rank * 4 : (rank + 1) * 4]
-    assert torch.equal(grad, here.float().sum(0).to(torch.bfloat16))
-    wrong = here[0]
-    for part in here[1:]:
-        wrong = wrong + part
-    assert not torch.equal(grad, wrong)  # the case can tell
+    (grad,) = torch.autograd.grad(exchange_now(leaf, SequenceGather(axis).exchange()), leaf, partial[rank])
+    assert torch.equal(grad, sum_in_fp32(partial)[:, :, rank * 4 : (rank + 1) * 4])
+
+    copies = shares(size, 2, 1, size * 4, 5)  # one kv head, a copy on each rank: what each hands back for its copy
+    leaf = torch.zeros(2, 1, 4, 5, dtype=torch.bfloat16, requires_grad=True)
+    (grad,) = torch.autograd.grad(exchange_now(leaf, HeadExchange(axis, size).scatter("k")), leaf, copies[rank])
+    assert torch.equal(grad, sum_in_fp32(copies)[:, :, rank * 4 : (rank + 1) * 4])
+
+    register_kernel("shares", SharesKernel)
+    SharesKernel.rank = rank
+    here = slice(rank * 8, (rank + 1) * 8)
+    sequence = shard_batch({"input_ids": torch.zeros(1, 32, dtype=torch.int64)}, mesh)["sequence"]
+    checked = 0
+    for fields in map(dict, settings(size)):
+        if fields["algorithm"] not in ("all_gather", "ring") or fields.get("load_balance"):
+            continue  # a swap cuts a rank's share in two
+        model = Model(4, False, 8).to(torch.bfloat16)
+        bind_context_parallel(model, Topology.from_mesh(mesh), ContextParallelConfig(kernel="shares", **fields))
+        places = torch.arange(32).view(1, 1, -1, 1)[:, :, here]
+        q, k, v = (places.expand(1, n, 8, 8).to(torch.bfloat16).requires_grad_() for n in (8, 4, 4))
+        out = model.mixer(q, k, v, sequence)
+        _, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert torch.equal(dk, sum_in_fp32(SharesKernel.dk)[:, :, here]), fields
+        assert torch.equal(dv, sum_in_fp32(SharesKernel.dv)[:, :, here]), fields
+        checked += 1
+    return checked
 
 
 @pytest.mark.dist4
-def test_partial_gradients_in_bf16_are_summed_in_fp32() -> None:
-    run_distributed(narrow_worker, 4)
+def test_shares_of_gradients_in_bf16_are_summed_in_fp32() -> None:
+    """The gather's, the repeated heads' and the ring's, bit for bit."""
+    assert run_distributed(narrow_worker, 4) == [4] * 4
