@@ -1,8 +1,9 @@
 """Where exchanges run, read from profiler traces: async beside the projections, forward and backward; sync does not.
 
 gloo's collectives appear on worker threads with their true start and end; its point-to-point windows appear on the main
-thread, from launch to wait. Order is asserted in every step. That two spans overlap is asserted of some step, for a
-busy machine may wake a worker late; that sync never overlaps is asserted of all. Nothing depends on how long it takes.
+thread, from launch to wait. Waits leave no event, so the workers mark them here. Order is asserted in every step. That
+two spans overlap is asserted of some step of some rank, for a busy machine may wake a worker late; that sync never
+overlaps is asserted of all. Nothing depends on how long it takes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from cp_core import (
     bind_context_parallel,
     shard_batch,
 )
+from cp_core.collectives import Transfer
 from cp_core.device import device_count
 from cp_core.testing import run_distributed
 from tests.cp_core._helpers import cp_mesh
@@ -37,7 +39,12 @@ from tests.cp_core._helpers import cp_mesh
 HIDDEN, HEADS, WIDTH, LOCAL, STEPS = 512, 16, 64, 1024, 5
 LAUNCHES = {"all_gather": "c10d::_allgather_base_", "ulysses": "c10d::alltoall_base_", "hybrid": "c10d::alltoall_base_"}
 SETTINGS = {
-    2: [{"algorithm": "all_gather"}, {"algorithm": "ulysses"}, {"algorithm": "ring"}],
+    2: [
+        {"algorithm": "all_gather"},
+        {"algorithm": "ulysses"},
+        {"algorithm": "ring"},
+        {"algorithm": "ring", "load_balance": True},
+    ],
     4: [{"algorithm": "hybrid", "ulysses_degree": 2}],
 }
 
@@ -94,6 +101,7 @@ class Mixer(nn.Module):
 def trace_worker(rank: int, size: int, all_fields: list[dict[str, Any]]) -> list[list[list[Span]]]:
     """Per setting and step: the spans of one forward and backward, by start."""
     mesh = cp_mesh(size)
+    mark_waits()
     found = []
     for fields in all_fields:
         mixer = Mixer()
@@ -104,7 +112,7 @@ def trace_worker(rank: int, size: int, all_fields: list[dict[str, Any]]) -> list
         x = torch.randn(1, LOCAL, HIDDEN, requires_grad=True)
         mixer(x, sequence).sum().backward()
         steps = []
-        for _ in range(STEPS):
+        for _ in range(STEPS if fields["schedule"] == "async" else 2):
             dist.barrier()
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 with record_function("forward"):
@@ -114,6 +122,17 @@ def trace_worker(rank: int, size: int, all_fields: list[dict[str, Any]]) -> list
             steps.append(spans_of(profiler))
         found.append(steps)
     return found
+
+
+def mark_waits() -> None:
+    """Every wait for a transfer leaves a span from now on; in a worker, which ends with its job."""
+    wait = Transfer.wait
+
+    def marked(self: Transfer) -> Tensor:
+        with record_function("wait"):
+            return wait(self)
+
+    Transfer.wait = marked  # type: ignore[method-assign]
 
 
 def spans_of(profiler: Any) -> list[Span]:
@@ -131,6 +150,7 @@ def spans_of(profiler: Any) -> list[Span]:
         "forward",
         "backward",
         "aten::_scaled_dot_product",
+        "wait",
     )
     spans = [
         Span(event["name"], event["ts"], event["ts"] + event["dur"], event["tid"] == main)
@@ -143,8 +163,9 @@ def spans_of(profiler: Any) -> list[Span]:
 class Step:
     """One step's spans, by what they are."""
 
-    def __init__(self, spans: list[Span], algorithm: str) -> None:
+    def __init__(self, spans: list[Span], fields: dict[str, Any]) -> None:
         self.spans = spans
+        algorithm, swap = fields["algorithm"], fields.get("load_balance", False)
         self.turn = self.one("backward").start
         p2p = algorithm == "ring"
         names = ("c10d::send", "c10d::recv_") if p2p else (LAUNCHES[algorithm],)
@@ -157,12 +178,22 @@ class Step:
             else ("gloo:all_to_all",)
         )
         traced_back = ("gloo:all_reduce",) if algorithm == "all_gather" else traced  # gloo's reduce-scatter
-        self.launches = self.named(names, forward=True)[: 2 if algorithm in ("all_gather", "ring") else 3]
-        self.transfers = self.named(traced, forward=True)[: len(self.launches)]
-        self.reverse_launches = self.named(back, forward=False)[-len(self.launches) :]
-        self.reverse_transfers = self.named(traced_back, forward=False)[-len(self.launches) :]
+        # a swap sends and receives at once, v, k and q each: one window stands for the two
+        stride = 2 if swap else 1
+        self.q_travels = swap or algorithm in ("ulysses", "hybrid")
+        count = 3 if self.q_travels else 2
+        self.launches = self.named(names, forward=True)[: stride * count : stride]
+        self.transfers = self.named(traced, forward=True)[: stride * count : stride]
+        self.reverse_launches = self.named(back, forward=False)[-stride * count :: stride]
+        # Windows of launches in order; worker threads may start two in any order, so collectives stand by their end
+        reverse = self.named(traced_back, forward=False)[-stride * count :: stride]
         # in backward the last in is the first out: gather and ring send k, then v; heads go q, k, v
-        self.reverse_order = "kv" if len(self.launches) == 2 else "qkv"
+        self.reverse_order = "qkv" if self.q_travels else "kv"
+        if swap:  # the gradient of q leaves last, after the ring's own
+            reverse = [reverse[2], *reverse[:2]]
+        self.reverse_transfers = reverse if p2p else sorted(reverse, key=lambda span: span.end)
+        self.waits = self.named(("wait",), forward=True)
+        self.reverse_waits = self.named(("wait",), forward=False)
         self.kernels = [s for s in spans if s.name.startswith("aten::_scaled") and s.start < self.turn]
 
     def one(self, name: str) -> Span:
@@ -171,6 +202,11 @@ class Step:
 
     def named(self, names: tuple[str, ...], forward: bool) -> list[Span]:
         return [span for span in self.spans if span.name in names and (span.start < self.turn) == forward]
+
+    def waits_between(self, first: str, second: str) -> int:
+        """How often main waited after one projection's gradient and before the next one's."""
+        start, stop = self.gradient(first).end, self.gradient(second).start
+        return sum(start <= wait.start and wait.end <= stop for wait in self.reverse_waits)
 
     def gradient(self, name: str) -> Span:
         """From where the projection's gradient begins to where it ends."""
@@ -188,17 +224,27 @@ def check_async(step: Step, p2p: bool) -> None:
     assert launch["k"].end <= project["q"].start
     attention = step.one("attention")
     assert project["q"].end <= attention.start
+    assert all(attention.start < wait.start for wait in step.waits)
+    assert len(step.waits) >= len(step.launches)
+    if step.q_travels:
+        assert project["q"].end <= launch["q"].start
+        assert launch["q"].end <= attention.start
     if p2p:  # a window ends at its wait: after the projections, in attention
         assert all(attention.start < window.end < attention.end for window in step.transfers)
     else:  # all has arrived when attention computes
         assert all(not span.main for span in (*step.transfers, *step.reverse_transfers))
         assert max(span.end for span in step.transfers) <= step.kernels[0].start
     assert step.reverse_launches[-1].end <= step.one("gradient before q").start
+    assert step.waits_between("q", "k") == step.waits_between("k", "v") == 1
     for name, transfer in zip(step.reverse_order, step.reverse_transfers, strict=True):
         assert transfer.end <= step.gradient(name).start, name
-    if p2p:  # it stays open over the projection before
-        assert step.reverse_transfers[0].end >= step.gradient("q").end
-        assert step.reverse_transfers[1].end >= step.gradient("k").end
+    if not p2p:  # of what was launched only q's is awaited before q's gradient
+        launched, begins = step.reverse_launches[-1].end, step.gradient("q").start
+        assert sum(launched <= wait.start < begins for wait in step.reverse_waits) == int(step.q_travels)
+    else:  # it stays open over the projection before
+        *_, of_k, of_v = step.reverse_transfers
+        assert of_k.end >= step.gradient("q").end
+        assert of_v.end >= step.gradient("k").end
 
 
 def overlaps(step: Step) -> tuple[bool, bool]:
@@ -218,28 +264,29 @@ def overlaps(step: Step) -> tuple[bool, bool]:
 
 def check_sync(step: Step) -> None:
     """The negative control: nothing is launched before the projections end, or on its way when gradients start."""
+    assert step.waits_between("q", "k") == step.waits_between("k", "v") == 0
+    assert all(wait.end <= step.gradient("q").start for wait in step.reverse_waits)
     assert step.launches[0].start >= step.one("project q").end
     assert step.transfers[0].start >= step.one("project q").end
     assert max(span.end for span in step.reverse_transfers) <= step.gradient("q").start
     assert overlaps(step) == (False, False)
 
 
-@pytest.mark.dist4
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.dist2), pytest.param(4, marks=pytest.mark.dist4)])
 def test_async_overlaps_and_sync_does_not(size: int) -> None:
     settings = [{**fields, "schedule": schedule} for fields in SETTINGS[size] for schedule in ("sync", "async")]
-    for per_setting in run_distributed(trace_worker, size, settings, timeout=180):
-        for fields, traces in zip(settings, per_setting, strict=True):
-            steps = [Step(spans, fields["algorithm"]) for spans in traces]
+    per_rank = run_distributed(trace_worker, size, settings, timeout=180)
+    for index, fields in enumerate(settings):
+        steps = [Step(spans, fields) for per_setting in per_rank for spans in per_setting[index]]
+        if fields["schedule"] == "sync":
             for step in steps:
-                if fields["schedule"] == "async":
-                    check_async(step, fields["algorithm"] == "ring")
-                else:
-                    check_sync(step)
-            if fields["schedule"] == "async":
-                seen = [overlaps(step) for step in steps]
-                assert any(forward for forward, _ in seen), (fields, seen)
-                assert any(backward for _, backward in seen), (fields, seen)
+                check_sync(step)
+            continue
+        for step in steps:
+            check_async(step, fields["algorithm"] == "ring")
+        seen = [overlaps(step) for step in steps]
+        assert any(forward for forward, _ in seen), (fields, seen)
+        assert any(backward for _, backward in seen), (fields, seen)
 
 
 @pytest.mark.gpu
