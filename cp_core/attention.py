@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .kernels import Kernel, SdpaKernel
 from .pending import Frame, Ledger, Pending
+from .scoring import Dropout, Scoring, check_mask, combine_masks
 from .sequence import SequenceContext
 from .strategies import AttentionStrategy, ComposedStrategy, LaunchingStrategy
 
@@ -25,17 +26,35 @@ class CPAttention(nn.Module):
     Args:
         scale: factor of the scores.
         causal: a query sees no later key.
+        window: sliding window: how many keys a query sees, itself the last of them; None: all.
+        dropout: share of the attention weights that drop in training, by a counter of global positions, so that the
+            same ones drop at any cp size; the seed comes with the batch (``shard_batch(..., dropout_seed=)``).
+        layer: number of the layer, so that layers drop different weights.
         seq_dim: dim of the tokens in q, k, v and the output; 2 is ``[B, N, T, D]``, 1 is ``[B, T, N, D]``.
         head_dim: dim of the heads, the other of the two.
 
     Raises:
-        ValueError: dims that are neither of the two layouts.
+        ValueError: dims that are neither of the two layouts; a window that is empty or not causal; a dropout share
+            outside [0, 1).
     """
 
     kind = "softmax"
 
-    def __init__(self, scale: float, causal: bool = True, seq_dim: int = 2, head_dim: int = 1) -> None:
+    def __init__(
+        self,
+        scale: float,
+        causal: bool = True,
+        seq_dim: int = 2,
+        head_dim: int = 1,
+        window: int | None = None,
+        dropout: float = 0.0,
+        layer: int = 0,
+    ) -> None:
         super().__init__()
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(f"window={window} with causal={causal}: a window counts at least 1 key and needs causal")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} must lie in [0, 1)")
         if seq_dim == head_dim:
             raise ValueError(f"seq_dim and head_dim are both {seq_dim}; use (2, 1) for [B, N, T, D], (1, 2) for BTND")
         if {seq_dim, head_dim} != {1, 2}:
@@ -44,6 +63,7 @@ class CPAttention(nn.Module):
             )
         self.scale, self.causal = scale, causal
         self.seq_dim, self.head_dim = seq_dim, head_dim
+        self.window, self.dropout, self.layer = window, dropout, layer
         self.cp_size = 1
         self.path = "attention"
         self.strategy: AttentionStrategy | LaunchingStrategy = ComposedStrategy()
@@ -85,10 +105,15 @@ class CPAttention(nn.Module):
                 "mixer(...), not mixer.forward(...)"
             )
         sequence = self._present(sequence)
-        return self._pending(role, self._enter(role, x, sequence), sequence, frame)
+        return self._pending(role, self._enter(role, x, sequence), sequence, self._scoring(sequence, None), frame)
 
     def forward(
-        self, q: Tensor | Pending, k: Tensor | Pending, v: Tensor | Pending, sequence: SequenceContext | None
+        self,
+        q: Tensor | Pending,
+        k: Tensor | Pending,
+        v: Tensor | Pending,
+        sequence: SequenceContext | None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attention of the local queries over the whole sequence; collective over the cp axis.
 
@@ -97,26 +122,30 @@ class CPAttention(nn.Module):
                 returned.
             k: ``[B, K, T, D]``, K dividing N; v likewise, its D may differ.
             sequence: the layout of this batch.
+            mask: ``[B or 1, N or 1, S, S]`` of the whole padded sequence, beside the one that ``shard_batch`` was
+                given: bool (True: seen) or float (added to the scaled scores), equal on all ranks; no gradient.
 
         Returns:
-            ``[B, N, T, D]``, as wide as v; 0 on padding.
+            ``[B, N, T, D]``, as wide as v; 0 on padding and where a query sees no key.
 
         Raises:
-            ValueError: no sequence, one of another batch or cp size; q, k and v that do not fit together.
+            ValueError: no sequence, one of another batch or cp size; q, k, v or a mask that do not fit together;
+                dropout in training without the batch's seed.
             RuntimeError: with an async schedule, a tensor that is not what its handoff returned in this forward.
         """
         sequence = self._present(sequence)
+        scoring = self._scoring(sequence, mask)
         if self.ledger is None:
             q, k, v = (self._enter(role, x, sequence) for role, x in (("q", q), ("k", k), ("v", v)))
-            self._check(q, k, v)
+            self._check(q, k, v, scoring)
             if not isinstance(self.strategy, LaunchingStrategy):
-                return self._turn(self.strategy.attend(q, k, v, self.kernel, sequence, self.causal, self.scale))
-            v, k, q = (self._pending(role, x, sequence) for role, x in (("v", v), ("k", k), ("q", q)))
+                return self._turn(self.strategy.attend(q, k, v, self.kernel, sequence, scoring))
+            v, k, q = (self._pending(role, x, sequence, scoring) for role, x in (("v", v), ("k", k), ("q", q)))
         else:
             q, k, v = (self._handed_off(role, x, sequence) for role, x in (("q", q), ("k", k), ("v", v)))
-            self._check(q, k, v)
+            self._check(q, k, v, scoring)
         assert isinstance(self.strategy, LaunchingStrategy)
-        return self._turn(self.strategy.attend_pending(q, k, v, self.kernel, sequence, self.causal, self.scale))
+        return self._turn(self.strategy.attend_pending(q, k, v, self.kernel, sequence, scoring))
 
     def _present(self, sequence: SequenceContext | None) -> SequenceContext:
         if sequence is None:
@@ -142,9 +171,31 @@ class CPAttention(nn.Module):
         narrow = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         return x.to(torch.get_autocast_dtype(device)) if narrow else x
 
-    def _pending(self, role: str, x: Tensor, sequence: SequenceContext, frame: Frame | None = None) -> Pending:
+    def _pending(
+        self, role: str, x: Tensor, sequence: SequenceContext, scoring: Scoring, frame: Frame | None = None
+    ) -> Pending:
         assert isinstance(self.strategy, LaunchingStrategy)
-        return Pending(role, x, self.strategy.exchange(role, sequence, self.causal), sequence, self.path, frame)
+        return Pending(role, x, self.strategy.exchange(role, sequence, scoring), sequence, self.path, frame)
+
+    def _scoring(self, sequence: SequenceContext, mask: Tensor | None) -> Scoring:
+        """Of this call."""
+        dropout = None
+        if self.dropout and self.training:
+            if sequence.dropout_seed is None:
+                raise ValueError(
+                    f"{self.path}: dropout={self.dropout} needs the batch's seed: pass shard_batch(..., "
+                    "dropout_seed=n), another n for every batch, or call model.eval()"
+                )
+            dropout = Dropout(self.dropout, sequence.dropout_seed, self.layer, sequence.first_row)
+        if mask is not None:
+            mask = self._user_mask(mask, sequence)
+        return Scoring(self.scale, self.causal, self.window, combine_masks(sequence.mask, mask), dropout)
+
+    def _user_mask(self, mask: Tensor, sequence: SequenceContext) -> Tensor:
+        try:
+            return check_mask(mask, len(sequence.rows), sequence.padded_length)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
 
     def _handed_off(self, role: str, x: Tensor | Pending, sequence: SequenceContext) -> Pending:
         if not isinstance(x, Pending):
@@ -156,7 +207,7 @@ class CPAttention(nn.Module):
         x.check(role, self.path, self.ledger.current, sequence)
         return x
 
-    def _check(self, q: Tensor | Pending, k: Tensor | Pending, v: Tensor | Pending) -> None:
+    def _check(self, q: Tensor | Pending, k: Tensor | Pending, v: Tensor | Pending, scoring: Scoring) -> None:
         """Refuse tensors that do not fit together."""
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"{self.path}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -168,10 +219,21 @@ class CPAttention(nn.Module):
                 f"{self.path}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together: k and v "
                 "need the same heads, a divisor of q's, and k the width of q ([B, heads, tokens, width])"
             )
+        if scoring.mask is None:
+            return
+        if not self.kernel.takes_masks:
+            raise ValueError(
+                f"{self.path}: kernel {self.kernel.name!r} takes no mask; use kernel 'sdpa' or 'flex', or no mask"
+            )
+        if scoring.mask.shape[1] not in (1, q_heads):
+            raise ValueError(f"{self.path}: the mask has {scoring.mask.shape[1]} heads, q has {q_heads}; give 1 or all")
 
     def _turn(self, x: Tensor) -> Tensor:
         """``[B, T, N, D] <-> [B, N, T, D]`` where the layout asks for it."""
         return x if self.seq_dim == 2 else x.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale:.4g}, causal={self.causal}, seq_dim={self.seq_dim}, head_dim={self.head_dim}"
+        return (
+            f"scale={self.scale:.4g}, causal={self.causal}, window={self.window}, dropout={self.dropout}, "
+            f"seq_dim={self.seq_dim}, head_dim={self.head_dim}"
+        )

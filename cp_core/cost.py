@@ -30,6 +30,7 @@ class Load:
         tokens: S.
         rank: this rank's index on the cp axis.
         causal: a query sees no later key.
+        window: how many keys a query sees; None: all.
         itemsize: bytes of an element of q, k and v.
     """
 
@@ -38,6 +39,7 @@ class Load:
     rank: int
     causal: bool = True
     itemsize: int = 4
+    window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class SequenceContext:
         length: tokens of a row before ``shard_batch`` padded it.
         max_position: the largest position of the whole batch (dynamic RoPE needs it).
         cp_mesh: the cp axis; None at cp size 1.
+        mask: a user's mask of the whole padded sequence, ``[B or 1, N or 1, S, S]``, bool or float (``scoring.py``).
+        dropout_seed: of this batch, for attention dropout.
+        first_row: number of the first row, for attention dropout; above 0 in a later micro-batch of ``split``.
+        fingerprint: a hash of the global batch, equal on all ranks that were given the same.
     """
 
     position_ids: Tensor
@@ -54,6 +58,10 @@ class SequenceContext:
     length: int
     max_position: int
     cp_mesh: DeviceMesh | None = None
+    mask: Tensor | None = None
+    dropout_seed: int | None = None
+    first_row: int = 0
+    fingerprint: int = 0
 
     @property
     def cp_size(self) -> int:
@@ -67,7 +75,8 @@ class SequenceContext:
 
     def to(self, device: torch.device | str) -> SequenceContext:
         """The same context with its tensors on ``device``."""
-        return dataclasses.replace(self, position_ids=self.position_ids.to(device), valid=self.valid.to(device))
+        leaves, static = _flatten(self)
+        return _unflatten([None if leaf is None else leaf.to(device) for leaf in leaves], static)
 
     def split(self, chunks: int) -> tuple[SequenceContext, ...]:
         """Cut the rows into micro-batches of equal size, for a pipeline schedule.
@@ -85,6 +94,8 @@ class SequenceContext:
                 position_ids=self.position_ids[i : i + size],
                 valid=self.valid[i : i + size],
                 rows=self.rows[i : i + size],
+                mask=self.mask if self.mask is None or len(self.mask) == 1 else self.mask[i : i + size],
+                first_row=self.first_row + i,
             )
             for i in range(0, batch, size)
         )
@@ -109,15 +120,15 @@ class SequenceContext:
 
 def _flatten(context: SequenceContext) -> tuple[list[Any], Any]:
     static = tuple(getattr(context, name) for name in _STATIC)
-    return [context.position_ids, context.valid], static
+    return [getattr(context, name) for name in _LEAVES], static
 
 
 def _unflatten(leaves: Any, static: Any) -> SequenceContext:
-    position_ids, valid = leaves
-    return SequenceContext(position_ids, valid, **dict(zip(_STATIC, static, strict=True)))
+    return SequenceContext(**dict(zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True)))
 
 
-_STATIC = ("rows", "ranges", "rank", "length", "max_position", "cp_mesh")
+_LEAVES = ("position_ids", "valid", "mask")
+_STATIC = tuple(field.name for field in dataclasses.fields(SequenceContext) if field.name not in _LEAVES)
 pytree.register_pytree_node(
     SequenceContext, _flatten, _unflatten, serialized_type_name="cp_core.sequence.SequenceContext"
 )

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import all_gather_stacked, gather_sequence
+from .scoring import check_mask
 from .segments import find_rows
 from .sequence import Row, Segment, SequenceContext
 from .topology import cp_submesh
 
 IGNORE_INDEX = -100
-_KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "document_ids", "cu_seqlens", "attention_mask")
+_KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "document_ids", "cu_seqlens", "attention_mask", "mask")
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose first batch was compared
 
 
@@ -36,6 +37,7 @@ def shard_batch(
     *,
     device: torch.device | str | None = None,
     compare: bool | None = None,
+    dropout_seed: int | None = None,
 ) -> dict[str, Any]:
     """Cut a global batch into this rank's part; collective over the cp axis when it compares.
 
@@ -45,10 +47,13 @@ def shard_batch(
         batch: the GLOBAL batch, equal on every rank of a cp group: ``input_ids [B, S]``; optionally ``labels [B, S]``
             (not shifted, -100 where there is no target) or ``shift_labels [B, S]`` (shifted already; wins),
             ``position_ids [B, S]`` or ``[S]``, ``document_ids [B, S]`` or ``cu_seqlens``, ``attention_mask [B, S]``
-            (padding, 0/1). Without ``position_ids`` positions count from 0 in every document.
+            (padding, 0/1), ``mask [B or 1, N or 1, S, S]`` (bool: True where a query sees a key, on top of documents
+            and causality; float: added to the scaled scores; a four-dimensional ``attention_mask`` is taken for one).
+            Without ``position_ids`` positions count from 0 in every document.
         cp_mesh: the cp axis, or a mesh that has one; None is cp size 1.
         device: where the result shall lie; default: where ``input_ids`` lies.
         compare: compare a hash of the batch between the ranks; default: on the first batch of a cp group.
+        dropout_seed: for attention dropout; another one for every batch (and data rank), equal in a cp group.
 
     Returns:
         ``input_ids [B, T]``, ``shift_labels [B, T]`` (if labels were given), ``position_ids [B, T]`` and ``sequence``:
@@ -57,7 +62,7 @@ def shard_batch(
     Raises:
         ValueError: an unknown key, a wrong shape, contradicting documents, or ranks with different batches.
     """
-    batch = {key: value for key, value in batch.items() if value is not None}
+    batch = _named(batch)
     mesh = cp_submesh(cp_mesh)
     size, rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
     if mesh is not None:
@@ -86,6 +91,11 @@ def shard_batch(
         padded = torch.nn.functional.pad(x, (0, extra), value=fill)
         return padded[:, slice(*ranges[rank])].contiguous().to(target)
 
+    mask = batch.get("mask")
+    if mask is not None:
+        mask = check_mask(mask, input_ids.shape[0], length)
+        unseen = False if mask.dtype == torch.bool else -torch.inf
+        mask = torch.nn.functional.pad(mask, (0, extra, 0, extra), value=unseen).to(target)
     result: dict[str, Any] = {"input_ids": cut(input_ids, 0)}
     if "shift_labels" in batch:
         result["shift_labels"] = cut(batch["shift_labels"].cpu().masked_fill(~valid, IGNORE_INDEX), IGNORE_INDEX)
@@ -102,6 +112,9 @@ def shard_batch(
         length=length,
         max_position=max_position,
         cp_mesh=mesh,
+        mask=mask,
+        dropout_seed=dropout_seed,
+        fingerprint=hash(tuple(_fingerprint(batch.get(key)) for key in _KEYS if key != "mask")),
     )
     return result
 
@@ -192,6 +205,17 @@ def _fingerprint(x: Tensor | None) -> int:
     digest = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode())
     digest.update(ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b"")
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
+
+
+def _named(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without entries that are None; a four-dimensional attention_mask, as transformers takes it, is a ``mask``."""
+    named = {key: value for key, value in batch.items() if value is not None}
+    given = named.get("attention_mask")
+    if isinstance(given, Tensor) and given.ndim == 4:
+        if "mask" in named:
+            raise ValueError("give mask or a four-dimensional attention_mask, not both")
+        named["mask"] = named.pop("attention_mask")
+    return named
 
 
 def _check_shapes(batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,17 @@
 """Attention kernels: how one block is computed. A kernel knows no ranks; strategies know no kernel."""
 
-from .base import KERNELS, Kernel, attend_blocks, register_kernel
+from .base import KERNELS, Block, BlockMerger, Kernel, KernelRequest, attend_block, register_kernel
 from .sdpa import SdpaKernel
 
 register_kernel("sdpa", SdpaKernel)
 
-__all__ = ["KERNELS", "Kernel", "SdpaKernel", "attend_blocks", "register_kernel"]
+__all__ = [
+    "KERNELS",
+    "Block",
+    "BlockMerger",
+    "Kernel",
+    "KernelRequest",
+    "SdpaKernel",
+    "attend_block",
+    "register_kernel",
+]

@@ -1,47 +1,110 @@
-"""The interface of an attention kernel, and attention as a merge of blocks.
+"""The interface of an attention kernel, and attention as one block or a merge of blocks.
 
 B batch, N query heads, K kv heads (N divisible by K), T queries, S keys, D head dim.
 
-A kernel computes one block and its log-sum-exp. Blocks that share queries are merged exactly: with the merged output
-and log-sum-exp, each block's own backward gives its share of the gradient.
+A kernel computes one block, all that some queries do with some keys, and its log-sum-exp. Blocks that share queries
+are merged exactly: with the merged output and log-sum-exp, each block's own backward gives its share of the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..blocks import Block
+from ..blocks import CausalMetadata
+from ..scoring import Scoring
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some queries and some keys of one attention call.
+
+    Attributes:
+        q: ``[B, N, T, D]``, any strides.
+        k: ``[B, K, S, D]``.
+        v: ``[B, K, S, D]``; its last dim may differ and is then the output's.
+        meta: where they sit, and so which scores count.
+        scoring: what becomes of them.
+        first_head: number of the first query head, among those that ``scoring.mask`` and dropout count.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    meta: CausalMetadata
+    scoring: Scoring
+    first_head: int = 0
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The user's mask for these heads, ``[B or 1, N or 1, S, S]``, in global positions."""
+        mask = self.scoring.mask
+        return mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, self.first_head, self.q.shape[1])
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What a layer asks of a kernel, as far as it is known when the layer is bound.
+
+    Attributes:
+        device: type of the device, such as ``cuda``; empty: not known.
+        dtype: of q, k and v.
+        qk_dim: width of a head of q and k.
+        v_dim: width of a head of v.
+        causal: a query sees no later key.
+        window: how many keys a query sees; None: all.
+        dropout: share of the weights that drop in training.
+    """
+
+    device: str
+    dtype: torch.dtype
+    qk_dim: int
+    v_dim: int
+    causal: bool = True
+    window: int | None = None
+    dropout: float = 0.0
 
 
 class Kernel(Protocol):
-    """How one block of attention is computed. Stateless; shared by all layers."""
+    """How one block of attention is computed. Holds no tensor of a batch; shared by all layers.
+
+    Attributes:
+        name: as in ``ContextParallelConfig(kernel=...)``.
+        takes_masks: it honours ``Scoring.mask``.
+    """
 
     name: str
+    takes_masks: bool
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def obstacle(self, request: KernelRequest) -> str:
+        """Why it cannot do this, and a remedy; empty if it can."""
+        ...
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Attention of one block.
 
-        Args:
-            q: ``[B, N, T, D]``, any strides.
-            k: ``[B, K, S, D]``.
-            v: ``[B, K, S, D]``.
-            causal: T == S, and query t sees keys 0 .. t; else every key.
-            scale: factor of the scores.
-
         Returns:
-            Output ``[B, N, T, D]`` and natural log-sum-exp of the scaled scores ``[B, N, T]`` (fp32, or fp64).
+            Output ``[B, N, T, Dv]`` (0 where a query sees no key) and natural log-sum-exp of the scaled scores
+            ``[B, N, T]`` (fp32, or fp64; -inf where a query sees no key).
         """
         ...
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of one block, given the merged ``out`` and ``lse`` of its queries: ``dq, dk, dv``."""
+        ...
+
+
+@runtime_checkable
+class WholeKernel(Protocol):
+    """A kernel with an autograd of its own, used where all keys are in one block."""
+
+    def attend(self, block: Block) -> Tensor:
+        """Attention ``[B, N, T, Dv]``, differentiable."""
         ...
 
 
@@ -54,99 +117,54 @@ def register_kernel(name: str, factory: Callable[[], Kernel]) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in KERNELS:
+    if name in KERNELS or name == "auto":
         raise ValueError(f"kernel {name!r} is registered already")
     KERNELS[name] = factory
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], kernel: Kernel, scale: float) -> Tensor:
-    """Attention over a list of blocks; differentiable.
-
-    Args:
-        q: ``[B, N, T, D]``.
-        k: ``[B, K, S, D]``; v likewise, its last dim may differ and is then the output's.
-        blocks: a query may be in several blocks; in none: output 0.
-        kernel: computes each block.
-        scale: factor of the scores.
-
-    Returns:
-        ``[B, N, T, D]``.
-    """
-    return _AttendBlocks.apply(q, k, v, blocks, kernel, scale)
+def attend_block(block: Block, kernel: Kernel) -> Tensor:
+    """Attention ``[B, N, T, Dv]`` where all keys are in one block; differentiable."""
+    if isinstance(kernel, WholeKernel):
+        return kernel.attend(block)
+    return _AttendBlock.apply(block.q, block.k, block.v, block, kernel)
 
 
 class BlockMerger:
-    """Forward of blocks that share queries, merged as they come, in fp32 or wider.
+    """Forward of blocks that share queries, merged as they come, in fp32 or wider."""
 
-    Args:
-        q: ``[B, N, T, D]``.
-        v: its last dim is the output's.
-    """
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._merged: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, q: Tensor, v: Tensor, kernel: Kernel, scale: float) -> None:
-        wide = wide_dtype(q)
-        self.q, self.kernel, self.scale = q, kernel, scale
-        self.out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=wide, device=q.device)
-        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+    def add(self, block: Block) -> None:
+        """Let the queries see more keys."""
+        out, lse = self.kernel.forward(block)
+        new = (out.to(lse.dtype), lse)
+        self._merged = new if self._merged is None else merge(*self._merged, *new)
 
-    def add(self, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> None:
-        """Let the queries see more keys, ``[B, K, S, D]``."""
-        for block in blocks:
-            rows, queries, _ = _slices(block)
-            part, lse = self.kernel.forward(*_cut(block, self.q, k, v), block.causal, self.scale)
-            self.out[rows, :, queries], self.lse[rows, :, queries] = merge(
-                self.out[rows, :, queries], self.lse[rows, :, queries], part, lse
-            )
+    @property
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp over all blocks so far, at least one."""
+        assert self._merged is not None
+        return self._merged
 
 
-class BlockGradients:
-    """Backward of the same blocks: dq is summed over all of them in fp32 or wider.
-
-    Args:
-        dout: gradient of the merged output, ``[B, N, T, D]``.
-        q: the queries.
-        out: the merged output.
-        lse: the merged log-sum-exp, ``[B, N, T]``.
-    """
-
-    def __init__(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, kernel: Kernel, scale: float) -> None:
-        self.dout, self.q, self.out, self.lse, self.kernel, self.scale = dout, q, out, lse, kernel, scale
-        self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-
-    def add(self, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> tuple[Tensor, Tensor]:
-        """The gradients of these keys and values, in fp32 or wider."""
-        dk, dv = (torch.zeros(x.shape, dtype=self.lse.dtype, device=x.device) for x in (k, v))
-        for block in blocks:
-            rows, queries, keys = _slices(block)
-            grads = self.kernel.backward(
-                self.dout[rows, :, queries], *_cut(block, self.q, k, v), self.out[rows, :, queries],
-                self.lse[rows, :, queries], block.causal, self.scale,
-            )  # fmt: skip
-            for total, grad, tokens in zip((self.dq, dk, dv), grads, (queries, keys, keys), strict=True):
-                total[rows, :, tokens] += grad
-        return dk, dv
-
-
-class _AttendBlocks(torch.autograd.Function):
+class _AttendBlock(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], kernel: Kernel, scale: float
-    ) -> Tensor:
-        merger = BlockMerger(q, v, kernel, scale)
-        merger.add(k, v, blocks)
-        out = merger.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merger.lse)
-        ctx.plan = (blocks, kernel, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: Kernel) -> Tensor:
+        out, lse = kernel.forward(block)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = (block.meta, block.scoring, block.first_head, kernel)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        blocks, kernel, scale = ctx.plan
-        sums = BlockGradients(dout, q, out, lse, kernel, scale)
-        dk, dv = sums.add(k, v, blocks)
-        return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        *rest, kernel = ctx.plan
+        grads = kernel.backward(dout, Block(q, k, v, *rest), out, lse)
+        return (*(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -160,15 +178,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Outputs ``[B, N, T, D]``, log-sum-exps ``[B, N, T]``; -inf marks a query that saw no key in that block.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # both empty: both weights become exp(-inf) = 0
+    finite = finite_lse(lse)
     weight_a, weight_b = (torch.exp(part - finite).unsqueeze(-1) for part in (lse_a, lse_b))
     return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse
 
 
-def _slices(block: Block) -> tuple[slice, slice, slice]:
-    return slice(block.b0, block.b1), slice(block.q0, block.q1), slice(block.k0, block.k1)
-
-
-def _cut(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, queries, keys = _slices(block)
-    return q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
+def finite_lse(lse: Tensor) -> Tensor:
+    """With 0 for -inf, so that exp(score - lse) is 0 for a query that sees nothing, not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -15,6 +15,7 @@ from ..config import ContextParallelConfig
 from ..cost import AttentionShape, Cost, Load
 from ..kernels import Kernel
 from ..pending import Exchange, Pending
+from ..scoring import Scoring
 from ..sequence import SequenceContext
 from ..topology import Topology
 
@@ -31,7 +32,7 @@ class AttentionStrategy(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sequence: SequenceContext, scoring: Scoring
     ) -> Tensor:
         """Attention of the local queries over the whole sequence; collective over the cp axis.
 
@@ -40,8 +41,7 @@ class AttentionStrategy(Protocol):
             k: ``[B, K, T, D]``; v likewise, its last dim may differ.
             kernel: computes the blocks.
             sequence: documents, padding and ranges of this batch.
-            causal: a query sees no later key.
-            scale: factor of the scores.
+            scoring: scale, causality, window, mask and dropout.
 
         Returns:
             ``[B, N, T, D]``, the same contiguous tokens, as wide as v. Gradients of k and v are whole: what other
@@ -59,12 +59,12 @@ class LaunchingStrategy(Protocol):
         """As in ``AttentionStrategy``."""
         ...
 
-    def exchange(self, role: str, sequence: SequenceContext, causal: bool) -> Exchange | None:
+    def exchange(self, role: str, sequence: SequenceContext, scoring: Scoring) -> Exchange | None:
         """What travels of ``q``, ``k`` or ``v`` first; None: nothing."""
         ...
 
     def attend_pending(
-        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
+        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, scoring: Scoring
     ) -> Tensor:
         """As ``AttentionStrategy.attend``, of tensors that are under way."""
         ...

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..blocks import Block, pairs_of, span_blocks
+from ..blocks import CausalMetadata, Spans, pairs_of
 from ..cost import AttentionShape, Cost, Load
-from ..kernels import Kernel, attend_blocks
+from ..kernels import Block, Kernel, attend_block
 from ..pending import Exchange, Launched, Pending, exchange_now, start
+from ..scoring import Scoring
 from ..sequence import Row, SequenceContext
 from ..topology import Axis
 from .gather import GatherExchange, SequenceGather
 from .head_exchange import HeadExchange
-from .query_swap import HalfSwap, Spans, balanced_spans
+from .query_swap import HalfSwap, balanced_spans
 from .ring import FirstHop, SequenceLayout, ring_attention, ring_cost
 
 
@@ -52,36 +53,38 @@ class ComposedStrategy:
         """C."""
         return self.ring.size if self.ring is not None else self.gather.axis.size if self.gather is not None else 1
 
-    def exchange(self, role: str, sequence: SequenceContext, causal: bool) -> Exchange | None:
+    def exchange(self, role: str, sequence: SequenceContext, scoring: Scoring) -> Exchange | None:
         """What travels first of ``q``, ``k`` or ``v``."""
         if self.heads is not None:
             return self.heads.scatter(role)
         if role == "q":
             return self._swap()
-        return self._phase(self._layout(sequence.rows, sequence.padded_length, causal))
+        return self._phase(self._layout(sequence.rows, sequence.padded_length, scoring.causal, scoring.window))
 
     def attend_pending(
-        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, causal: bool, scale: float
+        self, q: Pending, k: Pending, v: Pending, kernel: Kernel, sequence: SequenceContext, scoring: Scoring
     ) -> Tensor:
         """See ``LaunchingStrategy.attend_pending``."""
-        layout = self._layout(sequence.rows, sequence.padded_length, causal)
+        layout = self._layout(sequence.rows, sequence.padded_length, scoring.causal, scoring.window)
         phase = self._phase(layout)
         values = self._launch_phase(v, phase)
         keys = self._launch_phase(k, phase)
         queries = q.wait()  # [B, N / U, U * T, D]
+        outer, inner = divmod(sequence.rank, self.ulysses_degree)
+        first_head = inner * queries.shape[1]
         if isinstance(phase, FirstHop):
             assert isinstance(keys, Launched)
             assert isinstance(values, Launched)
-            out = ring_attention(queries, keys, values, phase, kernel, scale)
+            out = ring_attention(queries, keys, values, phase, kernel, scoring, first_head)
         else:  # [B, K / U, S, D]
             values, keys = (x.wait() if isinstance(x, Launched) else x for x in (values, keys))
-            outer = sequence.rank // self.ulysses_degree
-            out = attend_blocks(queries, keys, values, self._blocks(layout, outer), kernel, scale)
+            block = Block(queries, keys, values, self._meta(layout, outer), scoring, first_head)
+            out = attend_block(block, kernel)
         return exchange_now(out, self.heads.gather() if self.heads is not None else self._swap())
 
     def cost(self, shape: AttentionShape, load: Load) -> Cost:
         """See ``CostedStrategy.cost``."""
-        layout = self._layout(load.rows, load.tokens, load.causal)
+        layout = self._layout(load.rows, load.tokens, load.causal, load.window)
         u, outer = self.ulysses_degree, load.rank // self.ulysses_degree
         total = Cost()
         shard_tokens = len(load.rows) * (layout.tokens // u)
@@ -94,9 +97,9 @@ class ComposedStrategy:
             total += self.gather.cost(block_bytes)
         if self.ring is not None:
             total += ring_cost(layout, outer, block_bytes)
-            pairs = sum(pairs_of(layout.blocks(outer, owner)) for owner in range(self.sequence_degree))
+            pairs = sum(pairs_of(layout.meta(outer, owner)) for owner in range(self.sequence_degree))
         else:
-            pairs = pairs_of(self._blocks(layout, outer))
+            pairs = pairs_of(self._meta(layout, outer))
         if self.swap is not None:
             total += self.swap.cost(outer, shape, shard_tokens, load.itemsize)
         return replace(total, work=pairs * shape.q_heads // u)
@@ -110,18 +113,19 @@ class ComposedStrategy:
     def _swap(self) -> HalfSwap | None:
         return None if self.swap is None else self.swap.exchange()
 
-    def _layout(self, rows: tuple[Row, ...], padded_length: int, causal: bool) -> SequenceLayout:
+    def _layout(self, rows: tuple[Row, ...], padded_length: int, causal: bool, window: int | None) -> SequenceLayout:
         """Where everybody's queries sit once the heads are exchanged."""
         size = self.sequence_degree
         tokens = padded_length // size
-        return SequenceLayout(tuple(self._spans(rank, size, tokens) for rank in range(size)), tokens, causal, rows)
+        spans = tuple(self._spans(rank, size, tokens) for rank in range(size))
+        return SequenceLayout(spans, tokens, rows, causal, window)
 
     def _spans(self, rank: int, size: int, tokens: int) -> Spans:
         return ((rank * tokens, (rank + 1) * tokens),) if self.swap is None else balanced_spans(rank, size, tokens)
 
-    def _blocks(self, layout: SequenceLayout, rank: int) -> tuple[Block, ...]:
-        """What a rank computes against the whole sequence."""
-        return span_blocks(layout.spans[rank], 0, len(layout.spans) * layout.tokens, layout.causal, layout.rows)
+    def _meta(self, layout: SequenceLayout, rank: int) -> CausalMetadata:
+        """Of a rank's queries against the whole sequence."""
+        return layout.between(rank, 0, len(layout.spans) * layout.tokens)
 
     def _phase(self, layout: SequenceLayout) -> GatherExchange | FirstHop | None:
         """What travels of k and v in the sequence phase."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..blocks import Spans
 from ..collectives import Transfer, start_send_recv
 from ..cost import AttentionShape, Cost, both_ways
 from ..topology import Axis
-
-Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..blocks import Block, span_blocks
+from ..blocks import CausalMetadata, Spans
 from ..collectives import Group, Transfer, start_send_recv
 from ..cost import Cost
-from ..kernels import Kernel
-from ..kernels.base import BlockGradients, BlockMerger
+from ..kernels import Block, BlockMerger, Kernel
 from ..pending import Launched, Link
+from ..scoring import Scoring
 from ..sequence import Row
-from .query_swap import Spans
 
 Visits = tuple[tuple[int, ...], ...]
 
@@ -40,23 +39,28 @@ class SequenceLayout:
     Attributes:
         spans: for each of the C ranks, the runs of the sequence that its query tensor holds.
         tokens: T, of one block of keys.
-        causal: a query sees no later key.
         rows: the segments of each row.
+        causal: a query sees no later key.
+        window: how many keys a query sees; None: all.
     """
 
     spans: tuple[Spans, ...]
     tokens: int
-    causal: bool
     rows: tuple[Row, ...]
+    causal: bool = True
+    window: int | None = None
 
     def visits(self) -> Visits:
         """For each block the ranks that hold it, in order: its owner first."""
         return _visits(self)
 
-    def blocks(self, rank: int, owner: int) -> tuple[Block, ...]:
-        """What the queries of ``rank`` compute on the block of ``owner``."""
-        start = owner * self.tokens
-        return span_blocks(self.spans[rank], start, start + self.tokens, self.causal, self.rows)
+    def meta(self, rank: int, owner: int) -> CausalMetadata:
+        """Of the queries of ``rank`` against the block of ``owner``."""
+        return self.between(rank, owner * self.tokens, (owner + 1) * self.tokens)
+
+    def between(self, rank: int, k_start: int, k_stop: int) -> CausalMetadata:
+        """Of the queries of ``rank`` against a run of keys."""
+        return CausalMetadata(self.spans[rank], k_start, k_stop, self.rows, self.causal, self.window)
 
     def received(self, rank: int) -> int:
         """How many blocks a rank receives."""
@@ -104,11 +108,12 @@ def _visits(layout: SequenceLayout) -> Visits:
     for start, stop, padding in {segment for row in layout.rows for segment in row}:
         if padding:
             continue
-        owners = range(start // tokens, (stop - 1) // tokens + 1)
         for rank, spans in enumerate(layout.spans):
-            last = max((min(b, stop) for a, b in spans if max(a, start) < min(b, stop)), default=None)
-            if last is not None:  # the rank has queries of this document, the last of them at last - 1
-                needs.update((rank, owner) for owner in owners if not layout.causal or owner * tokens < last)
+            for a, b in ((max(a, start), min(b, stop)) for a, b in spans):
+                if a < b:  # queries of this document; together they see [first, last)
+                    first = start if layout.window is None else max(start, a - layout.window + 1)
+                    last = b if layout.causal else stop
+                    needs.update((rank, owner) for owner in range(first // tokens, (last - 1) // tokens + 1))
     return tuple(
         (owner, *(rank for step in range(1, size) if ((rank := (owner + step) % size), owner) in needs))
         for owner in range(size)
@@ -159,7 +164,9 @@ class FirstHop:
         raise NotImplementedError
 
 
-def ring_attention(q: Tensor, k: Launched, v: Launched, hop: FirstHop, kernel: Kernel, scale: float) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Launched, v: Launched, hop: FirstHop, kernel: Kernel, scoring: Scoring, first_head: int
+) -> Tensor:
     """Attention of the local queries over all blocks; differentiable; collective over the C ranks.
 
     Args:
@@ -167,9 +174,11 @@ def ring_attention(q: Tensor, k: Launched, v: Launched, hop: FirstHop, kernel: K
         k: ``[B, K, T, D]``, launched with ``hop``; v likewise, before k.
         hop: the plan and its group.
         kernel: computes the blocks.
-        scale: factor of the scores.
+        scoring: scale, causality, window, mask and dropout.
+        first_head: number of q's first head, for mask and dropout.
     """
-    return _RingAttention.apply(q, k.carrier, v.carrier, k.x, v.x, k.link, v.link, hop, kernel, scale)
+    part = _Part(hop.plan, scoring, first_head)
+    return _RingAttention.apply(q, k.carrier, v.carrier, k.x, v.x, k.link, v.link, hop, kernel, part)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -178,30 +187,34 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, carrier_k: Tensor, carrier_v: Tensor, k: Tensor, v: Tensor, link_k: Link, link_v: Link,
-        hop: FirstHop, kernel: Kernel, scale: float,
+        hop: FirstHop, kernel: Kernel, part: _Part,
     ) -> Tensor:  # fmt: skip
-        merger = BlockMerger(q, v, kernel, scale)
+        merger = BlockMerger(kernel)
         for block in _travel(k, v, _UnderWay(link_k.take_forward(), link_v.take_forward()), hop):
             if block is not None:
-                merger.add(block.k, block.v, hop.plan.layout.blocks(hop.plan.rank, block.owner))
-        out = merger.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, merger.lse)
-        ctx.args = (link_k, link_v, hop, kernel, scale)
+                merger.add(part.block(q, block))
+        out, lse = merger.merged
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.args = (link_k, link_v, hop, kernel, part)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        link_k, link_v, hop, kernel, scale = ctx.args
+        link_k, link_v, hop, kernel, part = ctx.args
         plan = hop.plan
-        sums = BlockGradients(dout, q, out, lse, kernel, scale)
+        dq: Tensor | None = None
         homes = [_Home(x, link, hop) if _is_wanted(ctx, i) else None for i, x, link in ((1, k, link_k), (2, v, link_v))]
         travelling = _UnderWay(v=hop.start(v), k=hop.start(k))
         for step, block in enumerate(_travel(k, v, travelling, hop)):
             shares: tuple[Tensor, Tensor] | None = None
             if block is not None:
-                shares = sums.add(block.k, block.v, plan.layout.blocks(plan.rank, block.owner))
+                grads = kernel.backward(dout, part.block(q, block), out, lse)
+                share_q, *shares_kv = (grad.to(lse.dtype) for grad in grads)
+                dq = share_q if dq is None else dq + share_q
+                shares = (shares_kv[0], shares_kv[1])
             for index, home in enumerate(homes):
                 if home is not None:
                     home.step(plan.steps[step], shares and shares[index], block and block.owner)
@@ -209,13 +222,27 @@ class _RingAttention(torch.autograd.Function):
             if home is not None:
                 home.leave()
         zero = dout.new_zeros(())
-        return (sums.dq.to(q.dtype), zero, zero, *[None] * 7)
+        assert dq is not None
+        return (dq.to(q.dtype), zero, zero, *[None] * 7)
 
 
 class _Block(NamedTuple):
     owner: int
     k: Tensor
     v: Tensor
+
+
+class _Part(NamedTuple):
+    """What one rank computes, block by block."""
+
+    plan: RingPlan
+    scoring: Scoring
+    first_head: int
+
+    def block(self, q: Tensor, keys: _Block) -> Block:
+        """The queries against one block of keys and values."""
+        meta = self.plan.layout.meta(self.plan.rank, keys.owner)
+        return Block(q, keys.k, keys.v, meta, self.scoring, self.first_head)
 
 
 class _UnderWay(NamedTuple):

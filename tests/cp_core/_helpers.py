@@ -72,25 +72,42 @@ def expected_positions(layout: Layout) -> Tensor:
     )
 
 
-def visible(layout: Layout, causal: bool) -> Tensor:
-    """``[B, S, S]`` bool: query i may see key j."""
+def visible(layout: Layout, causal: bool, window: int | None = None) -> Tensor:
+    """``[B, S, S]`` bool: query i may see key j; with a window only its own and the ``window - 1`` before."""
     length = len(layout[0])
     mask = torch.zeros(len(layout), length, length, dtype=torch.bool)
     for b, tokens in enumerate(layout):
         for i in range(length):
             for j in range(i + 1 if causal else length):
-                mask[b, i, j] = tokens[i] != PAD and tokens[i] == tokens[j]
+                mask[b, i, j] = tokens[i] != PAD and tokens[i] == tokens[j] and (window is None or i - j < window)
     return mask
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, causal: bool, scale: float) -> Tensor:
-    """torch SDPA with a dense mask and kv heads written out; 0 for queries that see nothing. Differentiable."""
-    mask = visible(layout, causal)
-    alive = mask.any(-1)[:, None, :, None]
-    mask = mask | (~mask.any(-1, keepdim=True) & torch.eye(mask.shape[-1], dtype=torch.bool))
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """torch SDPA with a dense mask and kv heads written out; 0 for queries that see nothing. Differentiable.
+
+    ``mask`` (bool or to be added) comes on top; ``keep`` ``[B, N, S, S]`` multiplies the weights (softmax by hand then).
+    """
+    bias = torch.zeros(1, 1, 1, 1, dtype=q.dtype).masked_fill(~visible(layout, causal, window)[:, None], -torch.inf)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    dead = (bias == -torch.inf).all(-1, keepdim=True)
+    bias = bias.masked_fill(dead, 0.0)  # any finite row will do
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale) * alive
+    if keep is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale) * ~dead
+    return ((q @ k.transpose(-1, -2) * scale + bias).softmax(-1) * keep @ v) * ~dead
 
 
 def strided_copies(x: Tensor) -> Iterator[tuple[str, Tensor]]:

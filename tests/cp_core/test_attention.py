@@ -10,21 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import cp_core.kernels.sdpa as sdpa
 from cp_core import (
     AttentionShape,
     ContextParallelConfig,
     CPAttention,
     Handoff,
-    Segment,
     SequenceContext,
     Topology,
     bind_context_parallel,
     shard_batch,
 )
-from cp_core.blocks import Block, CausalMetadata, attention_blocks
-from cp_core.kernels import SdpaKernel, attend_blocks
-from cp_core.kernels.base import merge
 from cp_core.testing import run_distributed
 from tests.cp_core._helpers import (
     PAD,
@@ -401,186 +396,6 @@ def test_no_scores_are_allocated_two() -> None:
         for largest, by in result:
             assert largest <= 2 * 8 * 512 * 4, by
             assert largest < 512 * 1024 // 8
-
-
-# ---------------------------------------------------------------- blocks
-
-
-def test_blocks_cover_exactly_what_is_visible() -> None:
-    """Painted into a dense mask, blocks give the dense mask, each entry once; and no block reads what nobody sees."""
-    layouts = [*LAYOUTS.values(), [row(7, 2, 9, -6), row(7, 2, 9, -6), row(24)]]
-    for layout in layouts:
-        rows = tuple(tuple(_segments(tokens)) for tokens in layout)
-        length = len(layout[0])
-        for causal in (True, False):
-            dense = visible(layout, causal)
-            for q_start, q_stop in ((0, length), (0, length // 3), (length // 3, length // 2), (length - 5, length)):
-                for k_start, k_stop in ((0, length), (q_start, q_stop)):
-                    if (k_start, k_stop) != (0, length) and not (q_start == 0 and q_stop == length):
-                        continue
-                    painted = torch.zeros(len(layout), q_stop - q_start, k_stop - k_start, dtype=torch.int64)
-                    for b0, b1, q0, q1, k0, k1, lower in attention_blocks(
-                        CausalMetadata(q_start, q_stop, k_start, k_stop, causal), rows
-                    ):
-                        assert b0 < b1
-                        assert q0 < q1
-                        assert k0 < k1
-                        square = torch.ones(q1 - q0, k1 - k0, dtype=torch.int64)
-                        if lower:
-                            assert q1 - q0 == k1 - k0
-                            square = square.tril()
-                        painted[b0:b1, q0:q1, k0:k1] += square
-                    assert torch.equal(painted, dense[:, q_start:q_stop, k_start:k_stop].long())
-
-
-def _segments(tokens: list[int]) -> list[Segment]:
-    found: list[Segment] = []
-    for t, document in enumerate(tokens):
-        if t and document == tokens[t - 1]:
-            found[-1] = found[-1]._replace(stop=t + 1)
-        else:
-            found.append(Segment(t, t + 1, document == PAD))
-    return found
-
-
-def test_rows_with_the_same_documents_share_blocks() -> None:
-    rows = ((Segment(0, 8),),) * 3 + ((Segment(0, 4), Segment(4, 8)),)
-    blocks = attention_blocks(CausalMetadata(0, 8, 0, 8), rows)
-    assert blocks == (Block(0, 3, 0, 8, 0, 8, True), Block(3, 4, 0, 4, 0, 4, True), Block(3, 4, 4, 8, 4, 8, True))
-
-
-def test_queries_before_their_keys_see_nothing() -> None:
-    """As ring blocks have it: the keys of a later rank, or keys that begin inside the queries."""
-    rows = ((Segment(0, 8),),)
-    assert attention_blocks(CausalMetadata(0, 4, 4, 8), rows) == ()
-    assert attention_blocks(CausalMetadata(0, 6, 4, 8), rows) == (Block(0, 1, 4, 6, 0, 2, True),)
-
-
-def test_merge_of_empty_parts() -> None:
-    out, lse = torch.randn(1, 1, 2, 3), torch.tensor([[[0.5, -torch.inf]]])
-    zero, never = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
-    out = out * torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
-    for a, b in (((out, lse), (zero, never)), ((zero, never), (out, lse))):
-        merged, merged_lse = merge(*a, *b)
-        assert torch.equal(merged, out)
-        assert torch.equal(merged_lse, lse)
-    big = torch.full((1, 1, 2), 800.0, dtype=torch.float64)  # exp would overflow
-    merged, merged_lse = merge(out.double(), big, out.double(), big)
-    torch.testing.assert_close(merged, out.double(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(merged_lse, big + 0.6931471805599453)
-
-
-# ---------------------------------------------------------------- the kernel
-
-
-def _block(dtype: torch.dtype, causal: bool, v_dim: int = DIM, keys: int = 33) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(3)
-    queries = keys if causal else 21
-    shapes = ((2, 6, queries, DIM), (2, 3, keys, DIM), (2, 3, keys, v_dim), (2, 6, queries, v_dim))
-    return tuple(torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes)
-
-
-@pytest.mark.parametrize("slab", [1, 700, 1 << 24])
-@pytest.mark.parametrize("v_dim", [DIM, 5])
-@pytest.mark.parametrize("causal", [True, False])
-def test_plain_formula(monkeypatch: pytest.MonkeyPatch, causal: bool, v_dim: int, slab: int) -> None:
-    monkeypatch.setattr(sdpa, "_SLAB_SCORES", slab)
-    q, k, v, dout = _block(torch.float64, causal, v_dim)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = F.scaled_dot_product_attention(*leaves, is_causal=causal, scale=SCALE, enable_gqa=True)
-    wanted = torch.autograd.grad(want, leaves, dout)
-    out, lse = sdpa.plain_forward(q, k, v, causal, SCALE)
-    torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
-    scores = torch.einsum("bntd,bnsd->bnts", q, k.repeat_interleave(2, 1)) * SCALE
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    torch.testing.assert_close(lse, scores.exp().sum(-1).log(), rtol=1e-12, atol=1e-12)
-    for got, expected in zip(sdpa.plain_backward(dout, q, k, v, out, lse, causal, SCALE), wanted, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    kernel_out, kernel_lse = SdpaKernel().forward(q, k, v, causal, SCALE)  # the plain formula too where v is narrower
-    torch.testing.assert_close(kernel_out, out, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(kernel_lse, lse, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
-)
-@pytest.mark.parametrize("causal", [True, False])
-def test_fused_and_plain_agree(causal: bool, dtype: torch.dtype, tolerance: float) -> None:
-    """Backward too, with the log-sum-exp of more keys than the block's own, as a merge hands it on."""
-    q, k, v, dout = _block(dtype, causal)
-    fused, plain = SdpaKernel().forward(q, k, v, causal, SCALE), sdpa.plain_forward(q, k, v, causal, SCALE)
-    assert fused[1].dtype == plain[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert fused[0].dtype == plain[0].dtype == dtype
-    for a, b in zip(fused, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    for out, lse in (plain, (plain[0] * 0.3 + 0.1, plain[1] + 1.7)):
-        a = SdpaKernel().backward(dout, q, k, v, out, lse, causal, SCALE)
-        b = sdpa.plain_backward(dout, q, k, v, out, lse, causal, SCALE)
-        for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance)
-
-
-class PlainKernel:
-    """What a device without the fused operator runs."""
-
-    name = "plain"
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return sdpa.plain_forward(*args)
-
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return sdpa.plain_backward(*args)
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_plain_kernel_over_blocks(layout: str) -> None:
-    """A shard of queries against the whole of the keys, as all_gather has it."""
-    whole = LAYOUTS[layout]
-    length = len(whole[0])
-    rows = tuple(tuple(_segments(tokens)) for tokens in whole)
-    q, k, v, dout = inputs(layout, 4)
-    want = reference(layout, 4, True)
-    start, stop = length // 3, length // 3 * 2
-    blocks = attention_blocks(CausalMetadata(start, stop, 0, length), rows)
-    results = []
-    for kernel in (PlainKernel(), SdpaKernel()):
-        leaves = [x.clone().requires_grad_() for x in (q[:, :, start:stop], k, v)]
-        out = attend_blocks(*leaves, blocks, kernel, SCALE)
-        assert relative(out.detach(), want[0][:, :, start:stop]) < 1e-12
-        results.append(torch.autograd.grad(out, leaves, dout[:, :, start:stop]))
-        assert relative(results[-1][0], want[1][:, :, start:stop]) < 1e-12
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_by_finite_differences() -> None:
-    rows = (_segments(row(2, 3, -1)), _segments(row(-2, 4)))
-    blocks = attention_blocks(CausalMetadata(2, 6, 0, 6), tuple(map(tuple, rows)))
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, n, t, 3, dtype=torch.float64, generator=generator).requires_grad_()
-        for n, t in ((4, 4), (2, 6), (2, 6))
-    )
-    for kernel in (SdpaKernel(), PlainKernel()):
-        assert torch.autograd.gradcheck(lambda *x, kernel=kernel: attend_blocks(*x, blocks, kernel, 0.7), (q, k, v))
-
-
-def test_large_scores_do_not_overflow() -> None:
-    """Scores near 1e4 of both signs, a shard that merges a rectangle and a triangle."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, t, 8, dtype=torch.float64, generator=generator) for t in (8, 16, 16))
-    q = q * 1e4
-    rows = ((Segment(0, 16),),)
-    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend_blocks(*leaves, attention_blocks(CausalMetadata(8, 16, 0, 16), rows), SdpaKernel(), 1.0)
-        grads = torch.autograd.grad(out.sum(), leaves)
-        assert all(bool(x.isfinite().all()) for x in (out, *grads))
-        full = torch.cat([torch.zeros_like(q), q], 2).to(dtype).double()
-        want = dense_attention(full, k.to(dtype).double(), v.to(dtype).double(), [[0] * 16], True, 1.0)[:, :, 8:]
-        close = (out.double() - want).abs().amax(-1) < tolerance * 100
-        assert float(close.float().mean()) >= (1.0 if dtype == torch.float64 else 0.9)
 
 
 def test_handoff_passes_on_and_names_its_role() -> None:

@@ -33,6 +33,7 @@ from cp_core import (
 )
 from cp_core.kernels import KERNELS, SdpaKernel
 from cp_core.loss import linear_cross_entropy, mean_loss
+from cp_core.scoring import Scoring
 from cp_core.strategies import STRATEGIES
 from cp_core.strategies.head_exchange import kv_repeat_factor
 from cp_core.testing import run_distributed
@@ -296,7 +297,7 @@ class Shifted:
     def __init__(self, facts: Any) -> None:
         self.facts = facts
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: Any, sequence: Any, causal: bool, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: Any, sequence: Any, scoring: Scoring) -> Tensor:
         return q + kernel.number
 
 

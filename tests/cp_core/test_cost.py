@@ -29,6 +29,7 @@ from cp_core import (
     shard_batch,
 )
 from cp_core.bind import resolve
+from cp_core.blocks import attention_tiles
 from cp_core.collectives import (
     all_gather_stacked,
     all_to_all_stacked,
@@ -37,7 +38,7 @@ from cp_core.collectives import (
     sum_values,
 )
 from cp_core.counters import measure_waits
-from cp_core.kernels import SdpaKernel
+from cp_core.kernels import Block, SdpaKernel
 from cp_core.report import imbalance
 from cp_core.testing import run_distributed
 from cp_core.topology import Axis
@@ -59,10 +60,11 @@ class CountingKernel(SdpaKernel):
     name = "counting"
     work = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        b, n, t, _ = q.shape
-        CountingKernel.work += b * n * (t * (t + 1) // 2 if causal else t * k.shape[2])
-        return super().forward(q, k, v, causal, scale)
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        for b0, b1, q0, q1, k0, k1, shape in attention_tiles(block.meta):
+            t, s = q1 - q0, k1 - k0
+            CountingKernel.work += (b1 - b0) * block.q.shape[1] * (t * s if shape == "full" else t * (t + 1) // 2)
+        return super().forward(block)
 
 
 class Model(nn.Module):

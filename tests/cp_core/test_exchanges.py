@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_core import ContextParallelConfig, Segment, Topology, bind_context_parallel, register_kernel, shard_batch
 from cp_core.blocks import pairs_of
-from cp_core.kernels import SdpaKernel
+from cp_core.kernels import Block, SdpaKernel
 from cp_core.pending import Exchange, exchange_now
 from cp_core.strategies.gather import SequenceGather
 from cp_core.strategies.head_exchange import HeadExchange
@@ -186,7 +186,7 @@ def order_worker(rank: int, size: int) -> None:
 
     if size > 1:
         plain: tuple[Spans, ...] = tuple(((r * local, (r + 1) * local),) for r in range(size))
-        layout = SequenceLayout(plain, local, False, ((Segment(0, local * size),),))
+        layout = SequenceLayout(plain, local, ((Segment(0, local * size),),), causal=False)
         assert axis.group is not None
         arrived = FirstHop(layout.plan(rank), axis.group).start(whole[:, :, here]).wait()
         before = (rank - 1) % size
@@ -237,7 +237,7 @@ def test_blocks_travel_to_those_who_need_them_and_to_nobody_else() -> None:
                         balanced_spans(r, size, local) if balanced else ((r * local, (r + 1) * local),)
                         for r in range(size)
                     )
-                    check_plan(SequenceLayout(spans, local, causal, rows_of(layout)), mask, size, local)
+                    check_plan(SequenceLayout(spans, local, rows_of(layout), causal), mask, size, local)
 
 
 def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> None:
@@ -248,7 +248,7 @@ def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> N
         for owner in range(size):
             seen = mask[:, queries, owner * local : (owner + 1) * local]
             needed = bool(seen.any())
-            assert pairs_of(layout.blocks(rank, owner)) == int(seen.sum())
+            assert pairs_of(layout.meta(rank, owner)) == int(seen.sum())
             if owner != rank:
                 assert (rank in layout.visits()[owner]) == needed
                 received |= {owner} if needed else set()
@@ -306,14 +306,12 @@ class SharesKernel(SdpaKernel):
     dk = shares(4, 1, 4, 32, 8)
     dv = dk.flip(-1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(q), torch.zeros(q.shape[:-1])
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(block.q), torch.zeros(block.q.shape[:-1])
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        places = k[0, 0, :, 0].long()
-        return torch.zeros_like(q), self.dk[self.rank][:, :, places], self.dv[self.rank][:, :, places]
+    def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        places = block.k[0, 0, :, 0].long()
+        return torch.zeros_like(block.q), self.dk[self.rank][:, :, places], self.dv[self.rank][:, :, places]
 
 
 def narrow_worker(rank: int, size: int) -> int:

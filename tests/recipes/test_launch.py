@@ -63,14 +63,14 @@ def test_rank_that_raises_ends_the_job_with_its_message(tmp_path: Path) -> None:
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    import cp_core.kernels.base as base\n"
-        "    real, calls = base.attend_blocks, [0]\n"
+        "    real, calls = base.attend_block, [0]\n"
         "    def failing(*args):\n"
         "        calls[0] += 1\n"
         "        if calls[0] == 13:\n"
         "            raise RuntimeError('disk on fire on this rank')\n"
         "        return real(*args)\n"
         "    import cp_core.strategies.compose as compose\n"
-        "    compose.attend_blocks = failing\n"
+        "    compose.attend_block = failing\n"
     )
     job = launch(path, env={"PYTHONPATH": os.pathsep.join([str(hook), str(ROOT)])})
     failed_at = None

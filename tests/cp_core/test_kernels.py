@@ -1,0 +1,307 @@
+"""Kernels, one block and merged blocks, against torch SDPA under a dense mask; forward and every gradient.
+
+B batch, N query heads, K kv heads, S tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cp_core.kernels.sdpa as sdpa
+from cp_core import Segment
+from cp_core.blocks import CausalMetadata
+from cp_core.kernels import Block, Kernel, SdpaKernel, attend_block
+from cp_core.kernels.base import merge
+from cp_core.scoring import Dropout, Scoring, check_mask, combine_masks
+from tests.cp_core._helpers import Layout, dense_attention, relative, row
+from tests.cp_core.test_blocks import rows_of
+
+B, N, K, D, V = 2, 6, 3, 8, 5
+LAYOUT: Layout = [row(9, 20, -3, 16), row(-4, 1, 43)]
+LENGTH = 48
+SCALE = 0.3
+SPANS = {"whole": ((0, LENGTH),), "shard": ((16, 32),), "halves": ((8, 16), (32, 40))}
+SCORES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "non-causal": {"causal": False},
+    "window": {"window": 7},
+    "bool mask": {"mask": "bool"},
+    "additive mask": {"mask": "float", "causal": False},
+    "bool mask of heads": {"mask": "bool heads", "window": 11},
+    "dropout": {"dropout": 0.3},
+    "dropout and mask": {"dropout": 0.2, "mask": "float heads"},
+}
+
+
+class Plain(SdpaKernel):
+    """What sdpa is on a device without the fused operator."""
+
+    name = "plain"
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Plain:
+    monkeypatch.setattr(sdpa, "_is_plain", lambda block: True)
+    return Plain()
+
+
+def inputs(dtype: torch.dtype = torch.float64, v_dim: int = V) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((B, N, LENGTH, D), (B, K, LENGTH, D), (B, K, LENGTH, v_dim), (B, N, LENGTH, v_dim))
+    return tuple(torch.randn(s, dtype=torch.float64, generator=generator).to(dtype) for s in shapes)
+
+
+def user_mask(kind: str) -> Tensor:
+    """Some keys of some queries; query 21 of row 0 sees nothing at all."""
+    heads = N if "heads" in kind else 1
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(B, heads, LENGTH, LENGTH, generator=generator, dtype=torch.float64)
+    seen = values > -0.5
+    seen[0, :, 21] = False
+    return seen if kind.startswith("bool") else values.masked_fill(~seen, -torch.inf)
+
+
+def scoring(fields: dict[str, Any]) -> Scoring:
+    fields = dict(fields)
+    if "mask" in fields:
+        fields["mask"] = user_mask(fields["mask"])
+    if "dropout" in fields:
+        fields["dropout"] = Dropout(fields["dropout"], seed=1234567890123, layer=3)
+    return Scoring(SCALE, **fields)
+
+
+def kept_weights(dropout: Dropout) -> Tensor:
+    """``[B, N, S, S]``: one call for each entry's own counters, nothing in blocks."""
+    index = [torch.arange(n) for n in (B, N, LENGTH, LENGTH)]
+    b, n, q, k = (
+        x.view(*(-1 if i == axis else 1 for i in range(4))) for axis, x in enumerate(index)
+    )  # fmt: skip
+    return dropout.keeps(dropout.stream(b, n), q, k).double() / (1 - dropout.p)
+
+
+def wanted(rule: Scoring, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Output and gradients of q, k, v over the whole sequence."""
+    *leaves, dout = (x.to(torch.float64) for x in inputs(dtype))
+    leaves = [x.requires_grad_() for x in leaves]
+    keep = None if rule.dropout is None else kept_weights(rule.dropout)
+    out = dense_attention(*leaves, LAYOUT, rule.causal, SCALE, rule.window, rule.mask, keep)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def over_spans(kernel: Kernel, rule: Scoring, dtype: torch.dtype, whole: str = "shard") -> list[Tensor]:
+    """The same, from blocks whose queries are runs of the sequence and whose keys are all."""
+    q, k, v, dout = inputs(dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    parts = {
+        "whole": [((0, LENGTH),)],
+        "shard": [((0, 16),), ((16, 32),), ((32, 48),)],
+        "halves": [((0, 8), (40, 48)), ((8, 16), (32, 40)), ((16, 32),)],
+    }[whole]
+    out = torch.zeros_like(dout)
+    for spans in parts:
+        places = torch.cat([torch.arange(*span) for span in spans])
+        meta = CausalMetadata(spans, 0, LENGTH, rows_of(LAYOUT), rule.causal, rule.window)
+        out = out.index_copy(2, places, attend_block(Block(q[:, :, places], k, v, meta, rule), kernel))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def over_keys(kernel: Kernel, rule: Scoring, dtype: torch.dtype, heads: slice = slice(None)) -> list[Tensor]:
+    """The same, from blocks of keys that share queries, merged as a ring does it, and each block's own backward."""
+    q, k, v, dout = inputs(dtype)
+    q, dout = q[:, heads], dout[:, heads]
+    group = N // K
+    kv = slice(heads.start // group, heads.stop // group) if heads.start is not None else heads
+    k, v = k[:, kv], v[:, kv]
+    borders = [0, 10, 33, LENGTH]
+    blocks = [
+        Block(
+            q, k[:, :, a:b], v[:, :, a:b],
+            CausalMetadata(((0, LENGTH),), a, b, rows_of(LAYOUT), rule.causal, rule.window), rule, heads.start or 0,
+        )
+        for a, b in itertools.pairwise(borders)
+    ]  # fmt: skip
+    out, lse = kernel.forward(blocks[0])
+    for block in blocks[1:]:
+        out, lse = merge(out.to(lse.dtype), lse, *kernel.forward(block))
+    out = out.to(dtype)
+    grads = [kernel.backward(dout, block, out, lse) for block in blocks]
+    dq = torch.stack([grad[0] for grad in grads]).sum(0)
+    return [out, dq, *(torch.cat([grad[i] for grad in grads], 2) for i in (1, 2))]
+
+
+def close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert bool(x.isfinite().all())
+        assert relative(x, y) < tolerance
+
+
+@pytest.mark.parametrize("spans", list(SPANS))
+@pytest.mark.parametrize("scores", list(SCORES))
+def test_sdpa(scores: str, spans: str) -> None:
+    rule = scoring(SCORES[scores])
+    close(over_spans(SdpaKernel(), rule, torch.float64, spans), wanted(rule), 1e-12)
+    close(over_spans(SdpaKernel(), rule, torch.float32, spans), wanted(rule, torch.float32), 2e-6)
+
+
+@pytest.mark.parametrize("scores", list(SCORES))
+def test_sdpa_of_merged_keys(scores: str) -> None:
+    rule = scoring(SCORES[scores])
+    want = wanted(rule)
+    close(over_keys(SdpaKernel(), rule, torch.float64), want, 1e-12)
+    some = over_keys(SdpaKernel(), rule, torch.float64, slice(2, 6))  # heads of a rank of ulysses
+    group = N // K
+    kv = slice(2 // group, 6 // group)
+    close(some, [want[0][:, 2:6], want[1][:, 2:6], want[2][:, kv], want[3][:, kv]], 1e-12)
+
+
+@pytest.mark.parametrize("slab", [1, 700, 1 << 24])
+@pytest.mark.parametrize("scores", ["causal", "non-causal", "window", "dropout and mask"])
+def test_plain_formula(plain: Plain, monkeypatch: pytest.MonkeyPatch, scores: str, slab: int) -> None:
+    monkeypatch.setattr(sdpa, "_SLAB_SCORES", slab)
+    rule = scoring(SCORES[scores])
+    want = wanted(rule)
+    close(over_spans(plain, rule, torch.float64, "halves"), want, 1e-12)
+    close(over_keys(plain, rule, torch.float64), want, 1e-12)
+
+
+@pytest.mark.parametrize("scores", ["causal", "window"])
+def test_bf16(scores: str) -> None:
+    rule = scoring(SCORES[scores])
+    close(over_spans(SdpaKernel(), rule, torch.bfloat16), wanted(rule, torch.bfloat16), 2e-2)
+
+
+def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = [row(2, 3, -1), row(-2, 4)]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, n, t, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        for n, t in ((4, 4), (2, 6), (2, 6))
+    )
+    for is_plain in (False, True):
+        monkeypatch.setattr(sdpa, "_is_plain", lambda block, plain=is_plain: plain)
+        for window in (None, 2):
+            meta = CausalMetadata(((2, 6),), 0, 6, rows_of(layout), True, window)
+
+            def attend(*x: Tensor, meta: CausalMetadata = meta, window: int | None = window) -> Tensor:
+                return attend_block(Block(*x, meta, Scoring(0.7, True, window)), SdpaKernel())
+
+            assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """Scores near 1e4 of both signs, a shard that merges a rectangle and a triangle."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, t, 8, dtype=torch.float64, generator=generator) for t in (8, 16, 16))
+    q = q * 1e4
+    meta = CausalMetadata(((8, 16),), 0, 16, ((Segment(0, 16),),))
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attend_block(Block(*leaves, meta, Scoring(1.0)), SdpaKernel())
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert all(bool(x.isfinite().all()) for x in (out, *grads))
+        full = torch.cat([torch.zeros_like(q), q], 2).to(dtype).double()
+        want = dense_attention(full, k.to(dtype).double(), v.to(dtype).double(), [[0] * 16], True, 1.0)[:, :, 8:]
+        near = (out.double() - want).abs().amax(-1) < tolerance * 100
+        assert float(near.float().mean()) >= (1.0 if dtype == torch.float64 else 0.9)
+
+
+def test_merge_of_empty_parts() -> None:
+    out, lse = torch.randn(1, 1, 2, 3), torch.tensor([[[0.5, -torch.inf]]])
+    zero, never = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -torch.inf)
+    out = out * torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
+    for a, b in (((out, lse), (zero, never)), ((zero, never), (out, lse))):
+        merged, merged_lse = merge(*a, *b)
+        assert torch.equal(merged, out)
+        assert torch.equal(merged_lse, lse)
+    big = torch.full((1, 1, 2), 800.0, dtype=torch.float64)  # exp would overflow
+    merged, merged_lse = merge(out.double(), big, out.double(), big)
+    torch.testing.assert_close(merged, out.double(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(merged_lse, big + 0.6931471805599453)
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_masks_are_combined_never_replaced() -> None:
+    seen, other = torch.rand(2, 1, 4, 4) > 0.5, torch.rand(1, 3, 4, 4) > 0.5
+    both = combine_masks(seen, other)
+    assert both is not None
+    assert torch.equal(both, seen & other)
+    bias = torch.randn(1, 3, 4, 4)
+    for mixed in (combine_masks(seen, bias), combine_masks(bias, seen)):
+        assert mixed is not None
+        assert torch.equal(mixed, bias.expand(2, 3, 4, 4).masked_fill(~seen, -torch.inf))
+    summed = combine_masks(bias, 2 * bias)
+    assert summed is not None
+    torch.testing.assert_close(summed, 3 * bias)
+    assert combine_masks(None, bias) is bias
+    assert combine_masks(bias, None) is bias
+    assert combine_masks(None, None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_lowest_finite_value_means_not_seen(dtype: torch.dtype) -> None:
+    """Otherwise a query with nothing but such keys would see the average of all of them."""
+    mask = torch.zeros(1, 1, 3, 3, dtype=dtype)
+    mask[..., 1, :] = torch.finfo(dtype).min
+    mask[..., 0, 0] = -3.0
+    checked = check_mask(mask, 2, 3)
+    assert bool((checked[0, 0, 1] == -torch.inf).all())
+    assert float(checked[0, 0, 0, 0]) == -3.0
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def test_dropout_drops_its_share_everywhere() -> None:
+    for p in (0.1, 0.5, 0.9):
+        keep = kept_weights(Dropout(p, seed=7)) * (1 - p)
+        for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):  # by row, head, query, key
+            share, count = keep.mean(dims), keep.numel() // keep.shape[({0, 1, 2, 3} - set(dims)).pop()]
+            sigma = (p * (1 - p) / count) ** 0.5
+            assert float((share - (1 - p)).abs().max()) < 5 * sigma
+
+
+def test_dropout_depends_on_every_counter() -> None:
+    """Between neighbours of each kind, and between seeds and layers, the agreement is that of independent draws."""
+    base = Dropout(0.5, seed=7)
+    keep = kept_weights(base) > 0
+    others = {
+        "seed": Dropout(0.5, seed=8),
+        "seed, high half": Dropout(0.5, seed=7 + (1 << 40)),
+        "layer": Dropout(0.5, seed=7, layer=1),
+        "row": Dropout(0.5, seed=7, first_row=1),
+    }
+    agreements = {name: (keep == (kept_weights(other) > 0)) for name, other in others.items()}
+    agreements |= {f"axis {axis}": keep == keep.roll(1, axis) for axis in range(1, 4)}
+    agreements["half a sequence"] = keep[:, :, : LENGTH // 2] == keep[:, :, LENGTH // 2 :]
+    agreements["queries and keys"] = keep == keep.transpose(2, 3)
+    agreements["heads and rows"] = keep[0, 1] == keep[1, 0]
+    for name, same in agreements.items():
+        share = float(same.double().mean())
+        if name == "queries and keys":  # its diagonal agrees with itself, each pair counts twice
+            assert abs(share - 0.5) < 0.05, name
+        else:
+            assert abs(share - 0.5) < 5 * 0.5 / same.numel() ** 0.5, name
+    assert torch.equal(kept_weights(Dropout(0.5, seed=7)), kept_weights(base))
+    shifted = kept_weights(Dropout(0.5, seed=7, first_row=1))[0]  # row 1 under its own number
+    assert torch.equal(shifted, kept_weights(base)[1])
+
+
+def test_dropout_does_not_repeat_far_away() -> None:
+    """Positions of a million tokens; and every 32-bit counter is met as itself."""
+    drop = Dropout(0.5, seed=11)
+    stream = drop.stream(torch.tensor(0), torch.tensor(0))
+    rng = random.Random(0)
+    k = torch.arange(4096)
+    first = drop.keeps(stream, torch.tensor(5), k)
+    for _ in range(20):
+        far = rng.randrange(1 << 20)
+        share = float((first == drop.keeps(stream, torch.tensor(far), k + rng.randrange(1 << 20))).double().mean())
+        assert abs(share - 0.5) < 5 * 0.5 / 4096**0.5
