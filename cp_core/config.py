@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,7 +95,11 @@ class ContextParallelConfig:
             raise ValueError(f"per_layer[{key!r}]={fields!r} must be a mapping such as {{'algorithm': 'ulysses'}}")
         unknown = sorted(set(fields) - set(_PER_LAYER_KEYS))
         if unknown:
-            raise ValueError(f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}")
+            near = difflib.get_close_matches(unknown[0], _PER_LAYER_KEYS, 1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}{hint}"
+            )
         try:
             dataclasses.replace(self, per_layer={}, **fields)
         except ValueError as error:

@@ -92,8 +92,8 @@ def format_report(records: Sequence[ResolvedCP], sequence: SequenceContext | Non
         sequence: of a batch, for its own cost; else that of one causal document.
 
     Returns:
-        The table, a line that explains its last columns, and a warning for each line whose ``load_balance`` makes the
-        slowest rank slower than it would be without.
+        The table, a line that explains its last columns, and a warning for each line whose ``load_balance`` does not
+        make the slowest rank faster than it would be without.
     """
     if sequence is None:
         tokens = _TOKENS * max((record.cp_size for record in records), default=1)
@@ -152,9 +152,9 @@ def imbalance(costs: Sequence[Cost]) -> float:
 
 def _balance_warning(name: str, record: ResolvedCP, rows: tuple[Row, ...], tokens: int) -> list[str]:
     costs, plain = record.costs(rows, tokens), record.costs(rows, tokens, balanced=False)
-    if not record.load_balance or costs is None or plain is None or imbalance(costs) <= imbalance(plain):
+    if not record.load_balance or costs is None or plain is None or imbalance(costs) < imbalance(plain):
         return []
     return [
-        f"warning: {name}: with these documents load_balance makes the slowest rank slower: its work is "
-        f"{imbalance(costs):.2f} of the mean, {imbalance(plain):.2f} without; set load_balance=False"
+        f"warning: {name}: with these documents load_balance makes no rank faster and sends more: the slowest rank's "
+        f"work is {imbalance(costs):.2f} of the mean, {imbalance(plain):.2f} without; set load_balance=False"
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from .collectives import LACKING
@@ -76,13 +77,23 @@ class Proposal:
     def remedy(self) -> str:
         """What to do about heads that do not divide."""
         fits = [
-            d for d in range(1, self.degree)
-            if self.degree % d == 0 and self.shape.q_heads % d == 0 and self.shape.kv_heads % d == 0
+            d for d in range(2, self.degree)
+            if self.cp_size % d == 0 and self.shape.q_heads % d == 0 and self.shape.kv_heads % d == 0
         ]  # fmt: skip
-        if self.algorithm in SPLIT:
-            fits = [d for d in fits if d > 1]
-            return "algorithm 'all_gather' or 'ring'" + (f", or ulysses_degree={fits[-1]}" if fits else "")
-        return f"algorithm 'all_gather', or a cp size of {' or '.join(map(str, fits))}"
+        with_degree = "" if self.algorithm in SPLIT else "algorithm 'hybrid' with "
+        return "algorithm 'all_gather' or 'ring'" + (f", or {with_degree}ulysses_degree={fits[-1]}" if fits else "")
+
+    @property
+    def instead_of_degree(self) -> str:
+        """What else there is where ulysses was given a degree of its own."""
+        legal = [d for d in range(2, self.cp_size) if self.cp_size % d == 0]
+        return f", or use algorithm 'hybrid' with one of {', '.join(map(str, legal))}" if legal else ""
+
+    @property
+    def suggestion(self) -> str:
+        """For a name with a slip in it."""
+        near = get_close_matches(self.algorithm.lower(), self.algorithms.split(" | "), 1)
+        return f"; did you mean {near[0]!r}?" if near else ""
 
     @property
     def repeat_remedy(self) -> str:
@@ -109,7 +120,7 @@ RULES = (
     Rule(
         "algorithm",
         lambda p: not p.known,
-        "algorithm {p.algorithm!r} is not available for {p.kind!r} layers; available: {p.algorithms}",
+        "algorithm {p.algorithm!r} is not available for {p.kind!r} layers; available: {p.algorithms}{p.suggestion}",
     ),
     Rule(
         "kernel",
@@ -125,13 +136,13 @@ RULES = (
         "ulysses degree",
         lambda p: p.algorithm == "ulysses" and p.config.ulysses_degree not in (None, p.cp_size),
         "ulysses_degree={p.config.ulysses_degree} with algorithm 'ulysses' must be the cp size {p.cp_size}: leave it "
-        "out, or use algorithm 'hybrid'",
+        "out{p.instead_of_degree}",
     ),
     Rule(
         "hybrid degree missing",
         lambda p: p.algorithm in SPLIT and p.config.ulysses_degree is None,
         "algorithm {p.algorithm!r} needs ulysses_degree, a divisor of the cp size between 1 and {p.cp_size}; "
-        "{p.legal_degrees}",
+        "{p.legal_degrees}; without it use 'all_gather', 'ring' or 'ulysses'",
     ),
     Rule(
         "hybrid degree range",
@@ -158,8 +169,8 @@ RULES = (
     Rule(
         "load balance",
         lambda p: p.config.load_balance and p.algorithm in HEADS_TRAVEL,
-        "load_balance is for algorithms whose heads stay, not for {p.algorithm!r}: use 'all_gather' or 'ring', or "
-        "load_balance=False",
+        "load_balance=True is for algorithms whose heads stay, not for {p.algorithm!r}: use 'all_gather' or 'ring', or "
+        "load_balance=False (in per_layer for layers whose algorithm stands there)",
     ),
 )
 

@@ -76,7 +76,7 @@ class SequenceContext:
     def to(self, device: torch.device | str) -> SequenceContext:
         """The same context with its tensors on ``device``."""
         leaves, static = _flatten(self)
-        return _unflatten([None if leaf is None else leaf.to(device) for leaf in leaves], static)
+        return _unflatten([leaf.to(device) for leaf in leaves], static)
 
     def split(self, chunks: int) -> tuple[SequenceContext, ...]:
         """Cut the rows into micro-batches of equal size, for a pipeline schedule.
@@ -120,11 +120,13 @@ class SequenceContext:
 
 def _flatten(context: SequenceContext) -> tuple[list[Any], Any]:
     static = tuple(getattr(context, name) for name in _STATIC)
-    return [getattr(context, name) for name in _LEAVES], static
+    leaves = [context.position_ids, context.valid]
+    return leaves if context.mask is None else [*leaves, context.mask], static
 
 
 def _unflatten(leaves: Any, static: Any) -> SequenceContext:
-    return SequenceContext(**dict(zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True)))
+    tensors: dict[str, Any] = dict(zip(_LEAVES, leaves, strict=False))  # the mask is there or not
+    return SequenceContext(**tensors, **dict(zip(_STATIC, static, strict=True)))
 
 
 _LEAVES = ("position_ids", "valid", "mask")

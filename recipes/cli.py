@@ -57,7 +57,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     \b
     Example:
-      python -m recipes check my.yaml parallel.cp.size=4
+      python -m recipes check my.yaml parallel.nproc=4 parallel.cp.size=4
     """
     checked = _load(recipe, overrides)
     cp, train = checked.parallel.cp, checked.train
@@ -76,7 +76,7 @@ def verify(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     \b
     Example:
-      python -m recipes verify my.yaml parallel.cp.size=4 parallel.cp.schedule=async
+      python -m recipes verify my.yaml parallel.nproc=4 parallel.cp.size=4 parallel.cp.schedule=async
     """
     checked = _load(recipe, overrides)
     from cp_core.testing import WorkerError

@@ -223,7 +223,12 @@ def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:
     )
 
 
-_CP_FIELDS = ("ulysses_degree", "kernel", "load_balance", "schedule")  # what a refusal names; else the algorithm
+_CP_FIELDS = (
+    "ulysses_degree",
+    "kernel",
+    "load_balance",
+    "schedule",
+)  # what a refusal names before its remedy; else the algorithm
 
 
 def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
@@ -233,7 +238,9 @@ def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:
     cp = recipe.parallel.cp
     text = _dry_bind(model, cp)
     if text and text == _dry_bind(model, cp.model_copy(update={"per_layer": {}})):
-        field = next((name for name in _CP_FIELDS if re.search(rf"\b{name}\b", text)), "algorithm")
+        named = (name for name in _CP_FIELDS if re.search(rf"\b{name}\b", text.partition(": use ")[0]))
+        written = (name for name in named if getattr(cp, name) is not None)  # of a degree that is missing the algorithm
+        field = next(written, "algorithm")
         yield Problem(f"parallel.cp.{field}", text)
     elif text:
         yield Problem("parallel.cp.per_layer", text)

@@ -141,7 +141,12 @@ def measure(rank: int, size: int, sizes: Sizes) -> dict[str, dict[str, float]]:
     cases = [Case(ALONE, step_of(Layer(sizes).to(device), hidden.clone().requires_grad_(), whole))]
     for name, fields in settings(size).items():
         layer = Layer(sizes).to(device)
-        bind_context_parallel(layer, Topology.from_mesh(mesh), ContextParallelConfig(**fields))
+        try:
+            bind_context_parallel(layer, Topology.from_mesh(mesh), ContextParallelConfig(**fields))
+        except ValueError as error:  # the same on every rank
+            if rank == 0:
+                print(f"left out: {name}{error}", file=sys.stderr)
+            continue
         cases.append(Case(name, step_of(layer, mine, sequence)))
     cases += attention_alone(sizes, mesh, sequence, rank, size, device)
 
@@ -268,6 +273,17 @@ def show(console: Console, result: dict[str, dict[str, float]], cp: int, sizes: 
     )
 
 
+def wrong_sizes(cp: int, sizes: Sizes) -> str:
+    """Why no benchmark can be run with them; empty if one can."""
+    if min(cp - 1, *sizes) < 1:
+        return f"cp={cp} must be at least 2, and {sizes} all at least 1"
+    if sizes.tokens % (2 * cp):
+        return f"tokens={sizes.tokens} must be a multiple of 2 * cp = {2 * cp}, so that nothing is padded"
+    if sizes.heads % sizes.kv_heads:
+        return f"heads={sizes.heads} must be a multiple of kv-heads={sizes.kv_heads}"
+    return ""
+
+
 def main(
     cp: Annotated[int, typer.Option(help="Processes (without torchrun).")] = 2,
     tokens: Annotated[int, typer.Option(help="S, of the one row.")] = 4096,
@@ -280,6 +296,11 @@ def main(
 ) -> None:
     """Time, waiting, bytes and memory of every strategy beside one process."""
     sizes = Sizes(tokens, hidden, heads, kv_heads, dim, rounds)
+    world = int(os.environ.get("WORLD_SIZE", cp))
+    wrong = wrong_sizes(world, sizes)
+    if wrong:
+        typer.echo(f"error: {wrong}", err=True)
+        raise typer.Exit(2)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local_device()
         dist.init_process_group(backend_for(device_type()))

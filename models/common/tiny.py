@@ -86,10 +86,10 @@ def _save(model: PreTrainedModel, out_dir: Path, shards: int) -> None:
     while True:
         with tempfile.TemporaryDirectory() as scratch:
             with contextlib.redirect_stderr(io.StringIO()):  # a progress bar per attempt
-                model.save_pretrained(scratch, max_shard_size=size)
-            files = list(Path(scratch).glob("*.safetensors"))
+                model.save_pretrained(f"{scratch}/{out_dir.name}", max_shard_size=size)
+            files = list(Path(scratch).glob("*/*.safetensors"))
             if len(files) == shards:
-                shutil.copytree(scratch, out_dir, dirs_exist_ok=True)
+                shutil.copytree(f"{scratch}/{out_dir.name}", out_dir, dirs_exist_ok=True)
                 return
         if len(files) < shards:
             raise ValueError(f"shards={shards}: the tensors allow no such split; {len(files)} files are the next fewer")

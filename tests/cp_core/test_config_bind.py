@@ -89,7 +89,7 @@ def test_config_is_frozen() -> None:
         ({"ulysses_degree": "2"}, "ulysses_degree='2' must be"),
         (
             {"per_layer": {"softmax": {"algoritm": "ulysses"}}},
-            r"per_layer\['softmax'\]: unknown field 'algoritm'; legal: algorithm",
+            r"per_layer\['softmax'\]: unknown field 'algoritm'; legal: algorithm.*did you mean 'algorithm'\?",
         ),
         ({"per_layer": {"a.*": {"per_layer": {}}}}, "unknown field 'per_layer'"),
     ],

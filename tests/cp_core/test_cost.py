@@ -252,15 +252,17 @@ def dry(fields: dict[str, Any], size: int = 2) -> ResolvedCP:
 
 def test_the_report_warns_where_balance_makes_it_worse() -> None:
     record = dry({"load_balance": True})
-    for documents, worse in (([100, 28], True), ([128], False), ([28, 100], False)):
+    for documents, worse in (([100, 28], True), ([32] * 4, True), ([128], False), ([28, 100], False)):
         batch = {"input_ids": torch.zeros(1, 128, dtype=torch.int64), "document_ids": torch.tensor([row(*documents)])}
         sequence = shard_batch(batch)["sequence"]
         text = format_report([record], sequence)
-        assert ("warning: mixer: with these documents load_balance makes the slowest rank slower" in text) == worse
+        assert ("warning: mixer: with these documents load_balance makes no rank faster" in text) == worse
         costs, plain = record.costs(sequence.rows, 128), record.costs(sequence.rows, 128, balanced=False)
         assert costs is not None
         assert plain is not None
-        assert (imbalance(costs) > imbalance(plain)) == worse
+        assert (
+            imbalance(costs) >= imbalance(plain)
+        ) == worse  # documents that fit into shards: no better, only more sent
     assert imbalance([]) == 1.0
     assert "warning" not in format_report([dry({})])
 

@@ -58,6 +58,9 @@ ASYNC: dict[str, Any] = {"schedule": "async"}
 # rule of the table, cp size, heads of the layer at fault, fields of its config, what the message says
 CASES: list[tuple[str, int, tuple[int, int], dict[str, Any], list[str]]] = [
     ("algorithm", 4, (8, 4), {"algorithm": "ulises"}, ["algorithm 'ulises' is not", "all_gather | ulysses | hybrid"]),
+    ("algorithm", 2, (8, 4), {"algorithm": "Ring"}, ["algorithm 'Ring' is not available", "did you mean 'ring'?"]),
+    ("hybrid degree missing", 2, (8, 4), {"algorithm": "hybrid"}, ["no such divisor; without it use 'all_gather'"]),
+    ("ulysses degree", 2, (8, 4), U | {"ulysses_degree": 3}, ["must be the cp size 2: leave it out"]),
     ("algorithm", 4, (8, 4), {"algorithm": "local"}, ["algorithm 'local' is not available for 'softmax' layers"]),
     ("kernel", 4, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
     ("kernel", 1, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
@@ -90,7 +93,7 @@ CASES: list[tuple[str, int, tuple[int, int], dict[str, Any], list[str]]] = [
     ),
     (
         "query heads", 4, (6, 6), U,
-        ["num_attention_heads=6 is not divisible by the ulysses degree 4", "'all_gather'", "a cp size of 1 or 2"],
+        ["num_attention_heads=6 is not divisible by the ulysses degree 4", "'all_gather'", "'hybrid' with ulysses_degree=2"],
     ),
     ("query heads", 4, (6, 3), U | REPEAT, ["num_attention_heads=6"]),
     (
@@ -100,18 +103,18 @@ CASES: list[tuple[str, int, tuple[int, int], dict[str, Any], list[str]]] = [
     (
         "kv heads", 4, (8, 2), U,
         [
-            "num_key_value_heads=2 is not divisible by the ulysses degree 4", "'all_gather'", "1 or 2",
+            "num_key_value_heads=2 is not divisible by the ulysses degree 4", "'all_gather'", "'hybrid' with ulysses_degree=2",
             "kv_head_policy='repeat' (each kv head travels 2 times)",
         ],
     ),
     ("kv heads", 2, (6, 3), U, ["num_key_value_heads=3 is not divisible by the ulysses degree 2", "'all_gather'"]),
     ("kv heads", 2, (6, 3), U | REPEAT, ["num_key_value_heads=3"]),
-    ("kv heads", 8, (24, 3), U, ["num_key_value_heads=3", "a cp size of 1,", "(each kv head travels 8 times)"]),
+    ("kv heads", 8, (24, 3), U, ["num_key_value_heads=3", "'all_gather' or 'ring'", "(each kv head travels 8 times)"]),
     (
         "kv heads", 4, (8, 1), HR | {"ulysses_degree": 2},
         ["num_key_value_heads=1 is not divisible by the ulysses degree 2: use algorithm 'all_gather' or 'ring', or kv_h"],
     ),
-    ("load balance", 2, (8, 4), U | {"load_balance": True}, ["load_balance is for", "not for 'ulysses'", "'ring'"]),
+    ("load balance", 2, (8, 4), U | {"load_balance": True}, ["load_balance=True is for", "not for 'ulysses'", "'ring'"]),
     ("load balance", 4, (8, 4), H | {"load_balance": True, "ulysses_degree": 2}, ["load_balance", "not for 'hybrid'"]),
     ("load balance", 4, (8, 4), HR | {"load_balance": True, "ulysses_degree": 2}, ["not for 'hybrid_ring'"]),
     (

@@ -55,20 +55,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data.seq_len",
             "8193 exceeds the model's 8192 positions",
         ),
-        (["parallel.cp.algorithm=hybrid"], "parallel.cp.ulysses_degree", r"algorithm 'hybrid' needs ulysses_degree, a divisor of the cp size between 1 and 2; cp size 2 has no such divisor"),
+        (["parallel.cp.algorithm=hybrid"], "parallel.cp.algorithm", r"algorithm 'hybrid' needs ulysses_degree, a divisor of the cp size between 1 and 2; cp size 2 has no such divisor"),
         (["parallel.cp.algorithm=hybrid_ring", "parallel.cp.ulysses_degree=2"], "parallel.cp.ulysses_degree", "ulysses_degree=2 with algorithm 'hybrid_ring' must lie between 1 and the cp size 2"),
-        (["parallel.cp.load_balance=true", "parallel.cp.algorithm=ulysses"], "parallel.cp.load_balance", r"model\.layers\.0\.self_attn: load_balance is for algorithms whose heads stay, not for 'ulysses'"),
+        (["parallel.cp.load_balance=true", "parallel.cp.algorithm=ulysses"], "parallel.cp.load_balance", r"model\.layers\.0\.self_attn: load_balance=True is for algorithms whose heads stay, not for 'ulysses'"),
         (["parallel.cp.kernel=flash"], "parallel.cp.kernel", r'"flash" is not available in this version \(0\.1\.0\): use sdpa'),
         (
             ["parallel.cp.algorithm=ulysses", "parallel.nproc=4", "parallel.cp.size=4"],
             "parallel.cp.algorithm",
-            "num_key_value_heads=2 is not divisible by the ulysses degree 4: use algorithm 'all_gather', or a cp size of 1 "
-            r"or 2, or kv_head_policy='repeat' \(each kv head travels 2 times\)",
+            "num_key_value_heads=2 is not divisible by the ulysses degree 4: use algorithm 'all_gather' or 'ring', "
+            r"or algorithm 'hybrid' with ulysses_degree=2, or kv_head_policy='repeat' \(each kv head travels 2 times\)",
         ),
         (
             ["parallel.cp.algorithm=ulysses", "parallel.nproc=3", "parallel.cp.size=3"],
             "parallel.cp.algorithm",
-            "num_attention_heads=8 is not divisible by the ulysses degree 3: use algorithm 'all_gather', or a cp size of 1",
+            "num_attention_heads=8 is not divisible by the ulysses degree 3: use algorithm 'all_gather' or 'ring'",
         ),
         (
             ["parallel.cp.algorithm=ulysses", "parallel.cp.ulysses_degree=1"],
