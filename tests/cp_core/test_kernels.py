@@ -5,6 +5,7 @@ B batch, N query heads, K kv heads, S tokens, D head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -12,14 +13,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_core.kernels.sdpa as sdpa
 from cp_core import Segment
 from cp_core.blocks import CausalMetadata
-from cp_core.kernels import Block, Kernel, SdpaKernel, attend_block
+from cp_core.kernels import KERNELS, Block, Kernel, KernelRequest, SdpaKernel, attend_block
 from cp_core.kernels.base import merge
+from cp_core.kernels.flash import FlashKernel
+from cp_core.kernels.flex import FlexKernel, block_mask
+from cp_core.kernels.npu_flash import NpuFlashKernel
+from cp_core.kernels.varlen import _Packed, runs_of
 from cp_core.scoring import Dropout, Scoring, check_mask, combine_masks
-from tests.cp_core._helpers import Layout, dense_attention, relative, row
+from tests.cp_core._helpers import Layout, dense_attention, relative, row, visible
+from tests.cp_core._stubs import FlashStub, NpuStub, installed
 from tests.cp_core.test_blocks import rows_of
 
 B, N, K, D, V = 2, 6, 3, 8, 5
@@ -305,3 +312,134 @@ def test_dropout_does_not_repeat_far_away() -> None:
         far = rng.randrange(1 << 20)
         share = float((first == drop.keeps(stream, torch.tensor(far), k + rng.randrange(1 << 20))).double().mean())
         assert abs(share - 0.5) < 5 * 0.5 / 4096**0.5
+
+
+# ---------------------------------------------------------------- flex
+
+
+@pytest.mark.parametrize("scores", list(SCORES))
+def test_flex(scores: str) -> None:
+    rule = scoring(SCORES[scores])
+    want = wanted(rule)
+    for spans in SPANS:
+        close(over_spans(FlexKernel(), rule, torch.float64, spans), want, 1e-12)
+    close(over_keys(FlexKernel(), rule, torch.float64), want, 1e-12)
+    close(over_keys(FlexKernel(), rule, torch.float32), want, 3e-6)
+
+
+def test_flex_and_sdpa_drop_the_same_weights() -> None:
+    """And so do any shards and blocks of theirs: what drops is a matter of positions."""
+    rule = scoring(SCORES["dropout"])
+    parts = [
+        over_spans(kernel, rule, torch.float64, spans) for kernel in (FlexKernel(), SdpaKernel()) for spans in SPANS
+    ]
+    for part in parts[1:]:
+        close(part, parts[0], 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_masks_are_those_of_torch(causal: bool, window: int | None) -> None:
+    """Against create_block_mask, which looks at every pair: same blocks, none more, none partial that could be full."""
+    if window is not None and not causal:
+        pytest.skip("a window is causal")
+    layout = [row(300, 213, -80, 431), row(1000, 24)]
+    dense = visible(layout, causal, window)
+    for spans, k_start, k_stop in (
+        (((0, 1024),), 0, 1024),
+        (((256, 512),), 0, 1024),
+        (((300, 428), (640, 768)), 0, 1024),
+        (((512, 900),), 130, 700),
+    ):
+        meta = CausalMetadata(spans, k_start, k_stop, rows_of(layout), causal, window)
+        queries = torch.cat([torch.arange(*span) for span in spans])
+        part = dense[:, queries, k_start:k_stop]
+        made = block_mask(meta, torch.device("cpu"))
+        exact = create_block_mask(lambda b, h, q, k, part=part: part[b, q, k], 2, 1, *part.shape[1:], device="cpu")
+        assert torch.equal(made.to_dense(), exact.to_dense())
+        ours, theirs = (torch.zeros(exact.to_dense().shape, dtype=torch.bool) for _ in range(2))
+        for found, mask in ((ours, made), (theirs, exact)):
+            counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+            assert counts is not None
+            for place in counts.nonzero().tolist():
+                found[(*place, indices[tuple(place)][: counts[tuple(place)]].long())] = True
+        whole = torch.nn.functional.pad(part, (0, -part.shape[2] % 128, 0, -part.shape[1] % 128))
+        whole = whole.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).all(4).all(2)[:, None]
+        assert torch.equal(ours, whole)  # torch counts a cut block at the end as full or not by its padding
+        assert bool((ours <= made.to_dense().bool()).all())
+        index = [torch.arange(n) for n in part.shape]
+        assert torch.equal(made.mask_mod(index[0].view(-1, 1, 1), 0, index[1].view(1, -1, 1), index[2]), part)
+
+
+# ---------------------------------------------------------------- operators for packed sequences
+
+
+VARLEN = {"flash": (FlashKernel, FlashStub, torch.bfloat16), "npu_flash": (NpuFlashKernel, NpuStub, torch.float32)}
+
+
+@pytest.mark.parametrize("name", list(VARLEN))
+@pytest.mark.parametrize("scores", ["causal", "non-causal", "window"])
+def test_varlen(name: str, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, with the operator's reference in fp64, and in the operator's own dtype."""
+    factory, stub, dtype = VARLEN[name]
+    rule = scoring(SCORES[scores])
+    want = wanted(rule)
+    installed(monkeypatch, stub((torch.float64,)))
+    for spans in SPANS:
+        close(over_spans(factory(), rule, torch.float64, spans), want, 1e-12)
+    close(over_keys(factory(), rule, torch.float64), want, 1e-12)
+    installed(monkeypatch, stub())
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    close(over_spans(factory(), rule, dtype, "halves"), wanted(rule, dtype), tolerance)
+    with pytest.raises(AssertionError, match="is not one of"):
+        over_spans(factory(), rule, torch.float64)
+
+
+@pytest.mark.parametrize("name", list(VARLEN))
+def test_a_shard_is_one_native_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of one shard are sequences of one call; a head-tail shard too; no mask, nothing merged."""
+    factory, stub, dtype = VARLEN[name]
+    calls = installed(monkeypatch, stub()).calls
+    rows = (tuple(Segment(*ends) for ends in ((0, 30), (30, 70), (70, 96))),)
+    q, k, v = (torch.randn(1, heads, n, 16).to(dtype) for heads, n in ((4, 32), (2, 96), (2, 96)))
+    for spans, sequences in (((((64, 96),), 2)), (((0, 16), (80, 96)), 2)):
+        calls.clear()
+        factory().forward(Block(q, k, v, CausalMetadata(spans, 0, 96, rows), Scoring(0.25)))
+        assert [call["sequences"] for call in calls] == [sequences]
+
+
+def test_packed_documents_are_not_copied() -> None:
+    """Neighbouring sequences are one slice of the tensor."""
+    rows = (tuple(Segment(*ends) for ends in ((0, 30), (30, 70), (70, 96))),)
+    q, k, v = (torch.randn(1, 2, 96, 16) for _ in range(3))
+    (run,) = runs_of(CausalMetadata(((0, 96),), 0, 96, rows))
+    packed = _Packed(run, Block(q, k, v, CausalMetadata(((0, 96),), 0, 96, rows), Scoring(1.0)), 8)
+    assert [x.data_ptr() for x in packed.qkv()] == [x.data_ptr() for x in (q, k, v)]
+
+
+REQUEST = KernelRequest("cpu", torch.float32, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sdpa", {"device": "npu", "dropout": 0.5}, ""),
+        ("flex", {"dropout": 0.1}, ""),
+        ("flex", {"device": "npu"}, "torch has no FlexAttention for 'npu' devices; use 'npu_flash' on an NPU"),
+        ("flash", {}, "float16 and bfloat16, not in torch.float32; use 'flex' or 'sdpa'"),
+        ("flash", {"dtype": torch.bfloat16}, "runs on CUDA devices, not on 'cpu'; use 'sdpa'"),
+        ("flash", {"dtype": torch.bfloat16, "device": ""}, ""),
+        ("flash", {"dtype": torch.bfloat16, "device": "cuda"}, "flash_attn cannot be imported (No module named"),
+        ("flash", {"dtype": torch.bfloat16, "device": "cuda", "v_dim": 288}, "up to 256 wide, these are 288"),
+        ("flash", {"dtype": torch.bfloat16, "device": "cuda", "dropout": 0.1}, "change with the cp size: use 'flex'"),
+        ("npu_flash", {}, "runs on Ascend NPUs, not on 'cpu'"),
+        ("npu_flash", {"device": "npu"}, "torch_npu cannot be imported (No module named"),
+        ("npu_flash", {"device": "npu", "dtype": torch.float64}, "bfloat16 and float32, not in torch.float64"),
+        ("npu_flash", {"device": "npu", "qk_dim": 576}, "up to 512 wide, these are 576"),
+        ("npu_flash", {"device": "npu", "dropout": 0.1}, "change with the cp size; use 'sdpa'"),
+    ],
+)
+def test_what_a_kernel_cannot_do(name: str, change: dict[str, Any], message: str) -> None:
+    found = KERNELS[name]().obstacle(dataclasses.replace(REQUEST, **change))
+    assert message in found
+    assert bool(found) == bool(message)
