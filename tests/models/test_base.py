@@ -206,7 +206,7 @@ def test_fewer_kv_heads_than_ranks_are_refused_with_the_ways_out() -> None:
             "ulysses degree 4",
             "'all_gather'",
             "kv_head_policy='repeat'",
-            "cp size of",
+            "'hybrid' with ulysses_degree=2",
         ):
             assert part in said
 
