@@ -13,13 +13,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from .attention import CPAttention
 from .config import KINDS, ContextParallelConfig
+from .cost import AttentionShape
+from .device import device_type
 from .handoff import Handoff
-from .kernels import KERNELS
+from .kernels import KERNELS, KernelRequest
 from .pending import Ledger
 from .report import ResolvedCP, format_report
 from .rules import ASYNC_REMEDY, ASYNC_RULES, RULES, STRATEGY_RULES, Proposal, Rule, broken
@@ -141,7 +144,7 @@ def _resolve_mixer(
     group = topology.cp.group
     proposal = Proposal(
         path, kind, config.for_layer(path, kind), topology.cp.size, shape, handoffs,
-        backend=dist.get_backend(group) if group is not None else "",
+        backend=dist.get_backend(group) if group is not None else "", request=_request(mixer, shape, call, group),
     )  # fmt: skip
     _refuse(path, RULES, proposal)
     chosen = proposal.config
@@ -166,6 +169,15 @@ def _resolve_mixer(
         fallback=fallback,
         strategy=strategy,
     )
+
+
+def _request(mixer: nn.Module, shape: AttentionShape, call: CPAttention, group: Any) -> KernelRequest:
+    """What the layer asks of its kernel; without groups (a recipe that is checked) no device is known."""
+    weight = next(mixer.parameters(), torch.empty(0))
+    device = weight.device.type
+    if device == "meta":
+        device = device_type() if group is not None else ""  # where it will lie
+    return KernelRequest(device, weight.dtype, shape.qk_dim, shape.v_dim, call.causal, call.window, call.dropout)
 
 
 def _schedule(proposal: Proposal) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .collectives import LACKING
 from .config import ContextParallelConfig
 from .cost import AttentionShape
-from .kernels import KERNELS
+from .kernels import KERNELS, KernelRequest
 from .strategies import STRATEGIES, AttentionStrategy, LaunchingStrategy
 from .strategies.head_exchange import kv_repeat_factor
 from .strategies.presets import HEADS_TRAVEL, SPLIT
@@ -32,6 +32,7 @@ class Proposal:
     shape: AttentionShape
     handoffs: tuple[str, ...] = ()
     backend: str = ""
+    request: KernelRequest | None = None
     strategy: AttentionStrategy | LaunchingStrategy | None = None
 
     @property
@@ -53,6 +54,11 @@ class Proposal:
     def kernels(self) -> str:
         """What the registry has."""
         return " | ".join(KERNELS)
+
+    @property
+    def kernel_obstacle(self) -> str:
+        """Why the kernel cannot do what the layer asks of it."""
+        return KERNELS[self.config.kernel]().obstacle(self.request) if self.request is not None else ""
 
     @property
     def degree(self) -> int:
@@ -126,6 +132,11 @@ RULES = (
         "kernel",
         lambda p: p.config.kernel not in KERNELS,
         "kernel {p.config.kernel!r} is not available; available: {p.kernels}",
+    ),
+    Rule(
+        "kernel cannot",
+        lambda p: bool(p.kernel_obstacle),
+        "kernel {p.config.kernel!r} cannot run this layer: {p.kernel_obstacle}",
     ),
     Rule(
         "degree without a head exchange",

@@ -339,7 +339,7 @@ def test_strategies_and_kernels_from_outside() -> None:
 def test_registries_hold_what_is_promised() -> None:
     names = ("all_gather", "hybrid", "hybrid_ring", "local", "ring", "ulysses")
     assert sorted(STRATEGIES) == [("softmax", name) for name in names]
-    assert sorted(KERNELS) == ["sdpa"]
+    assert sorted(KERNELS) == ["flash", "flex", "npu_flash", "sdpa"]
 
 
 # ---------------------------------------------------------------- topology

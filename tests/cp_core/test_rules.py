@@ -62,8 +62,10 @@ CASES: list[tuple[str, int, tuple[int, int], dict[str, Any], list[str]]] = [
     ("hybrid degree missing", 2, (8, 4), {"algorithm": "hybrid"}, ["no such divisor; without it use 'all_gather'"]),
     ("ulysses degree", 2, (8, 4), U | {"ulysses_degree": 3}, ["must be the cp size 2: leave it out"]),
     ("algorithm", 4, (8, 4), {"algorithm": "local"}, ["algorithm 'local' is not available for 'softmax' layers"]),
-    ("kernel", 4, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
-    ("kernel", 1, (8, 4), {"kernel": "flex"}, ["kernel 'flex' is not available; available: sdpa"]),
+    ("kernel", 4, (8, 4), {"kernel": "flax"}, ["kernel 'flax' is not available; available: sdpa | flex | flash"]),
+    ("kernel", 1, (8, 4), {"kernel": "flax"}, ["kernel 'flax' is not available; available: sdpa | flex | flash"]),
+    ("kernel cannot", 1, (8, 4), {"kernel": "flash"}, ["kernel 'flash' cannot run this layer: flash-attn computes in"]),
+    ("kernel cannot", 2, (8, 4), {"kernel": "npu_flash"}, ["runs on Ascend NPUs, not on 'cpu'; use 'sdpa'"]),
     (
         "degree without a head exchange", 4, (8, 4), {"ulysses_degree": 4},
         ["ulysses_degree=4 has no meaning with 'all_gather'; leave it out"],
