@@ -124,8 +124,11 @@ def register_kernel(name: str, factory: Callable[[], Kernel]) -> None:
 
 def attend_block(block: Block, kernel: Kernel) -> Tensor:
     """Attention ``[B, N, T, Dv]`` where all keys are in one block; differentiable."""
-    if isinstance(kernel, WholeKernel):
-        return kernel.attend(block)
+    return kernel.attend(block) if isinstance(kernel, WholeKernel) else attend_by_parts(block, kernel)
+
+
+def attend_by_parts(block: Block, kernel: Kernel) -> Tensor:
+    """The same by the kernel's ``forward`` and ``backward``."""
     return _AttendBlock.apply(block.q, block.k, block.v, block, kernel)
 
 

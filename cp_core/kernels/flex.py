@@ -5,8 +5,8 @@ B batch, N query heads, K kv heads, T queries, S keys, D head dim.
 Documents, causality and window become a ``BlockMask``, made on the host from ``CausalMetadata`` without ever looking
 at T x S entries, once for each layout and device and shared by all layers. A user's mask is added to the scores.
 Dropout has no place in flex, so weights are dropped by scores of -inf and the output is brought back to the sum of all
-weights by the two log-sum-exps. Where all keys are in one block, flex's own autograd is used; merged blocks (ring)
-compute their forward again in backward, with the share that each had in the merged softmax.
+weights by the two log-sum-exps. On a GPU, where all keys are in one block, flex's own autograd is used; merged blocks
+(ring), and the CPU, compute the forward again in backward, with the share that each block had in the merged softmax.
 
 On a GPU this is the public call, compiled. On the CPU the public call refuses a backward and compiles nothing useful,
 so the operator below it is called, eagerly (torch 2.13: exact, in fp64 too, but with all scores in memory).
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..blocks import CausalMetadata, attention_pieces
-from .base import Block, KernelRequest, finite_lse
+from .base import Block, KernelRequest, attend_by_parts, finite_lse
 
 _SPARSE = 128  # queries and keys of one entry of a BlockMask; flex's own default
 
@@ -50,6 +50,8 @@ class FlexKernel:
 
     def attend(self, block: Block) -> Tensor:
         """See ``WholeKernel.attend``."""
+        if not _has_own_autograd(block.q.device):
+            return attend_by_parts(block, self)
         return _attend(block.q, block.k, block.v, block)[0].to(block.q.dtype)
 
     def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +70,15 @@ class FlexKernel:
             dlse = (dpart * (part.to(wide) - out.to(wide))).sum(-1)
         dq, dk, dv = torch.autograd.grad((part, part_lse), leaves, (dpart.to(part.dtype), dlse.to(part_lse.dtype)))
         return dq, dk, dv
+
+
+def _has_own_autograd(device: torch.device) -> bool:
+    """Whether the call may stand in a graph.
+
+    The eager operator traces the score function with autograd while forward runs. Under activation checkpointing its
+    saved tensors would be taken for the layer's, and the layer be computed again in the middle of its own forward.
+    """
+    return device.type != "cpu"
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+import cp_core.kernels.flex as flex
 import cp_core.kernels.sdpa as sdpa
 from cp_core import Segment
 from cp_core.blocks import CausalMetadata
@@ -317,8 +318,10 @@ def test_dropout_does_not_repeat_far_away() -> None:
 # ---------------------------------------------------------------- flex
 
 
+@pytest.mark.parametrize("own_autograd", [False, True], ids=["by parts", "own autograd"])
 @pytest.mark.parametrize("scores", list(SCORES))
-def test_flex(scores: str) -> None:
+def test_flex(scores: str, own_autograd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_has_own_autograd", lambda device: own_autograd)  # as on a GPU
     rule = scoring(SCORES[scores])
     want = wanted(rule)
     for spans in SPANS:

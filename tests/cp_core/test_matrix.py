@@ -34,6 +34,7 @@ from cp_core import (
     shard_batch,
 )
 from cp_core.bind import resolve
+from cp_core.scoring import Dropout
 from cp_core.testing import run_distributed
 from cp_core.topology import Axis
 from tests._pairwise import Factors, Pair, Values, all_pairs, pairs_of, pairwise
@@ -56,12 +57,16 @@ MASKS: dict[str, tuple[Layout, bool]] = {  # documents and padding of two rows; 
     "packed padded left": ([row(-18, 9, 34), row(-5, 1, 40, 15)], True),
     "packed padded right": ([row(9, 34, -18), row(40, 18, -3)], True),
 }
+WINDOW, SHARE, SEED, LAYER = 9, 0.25, 4711, 2
+SCORES = ("plain", "window", "bool mask", "additive mask", "two masks", "dropout")  # on top of MASKS
 FACTORS: Factors = {
     "algorithm": ["all_gather", "ulysses", "hybrid", "hybrid_ring", "ring"],
     "schedule": ["sync", "async"],
     "cp": [2, 4],
     "balance": [False, True],
     "mask": list(MASKS),
+    "scores": list(SCORES),
+    "kernel": ["sdpa", "flex"],
     "checkpoint": ["off", "non-reentrant", "reentrant"],
     "kv": list(KV_HEADS),
     "layout": ["BNSD", "BSND"],
@@ -70,7 +75,7 @@ FACTORS: Factors = {
     "v_width": list(V_DIM),
     "batch": [1, 2],
 }
-SEEN_BY_BINDING = ("algorithm", "schedule", "cp", "balance", "mask", "kv", "layout", "v_width", "dtype")
+SEEN_BY_BINDING = ("algorithm", "schedule", "cp", "balance", "mask", "scores", "kernel", "kv", "dtype")
 
 
 class Case(NamedTuple):
@@ -88,6 +93,8 @@ class Case(NamedTuple):
     frozen: str = "none"
     v_width: str = "larger"
     batch: int = 2
+    scores: str = "plain"
+    kernel: str = "sdpa"
 
     @property
     def rows(self) -> Layout:
@@ -99,6 +106,8 @@ def legal(case: Values) -> bool:
     """What binding accepts; ``test_cases_cover_what_binding_accepts`` holds it against binding itself."""
     split = case.get("algorithm") in ("hybrid", "hybrid_ring")
     if split and case.get("cp") == 2:  # 1 < U < cp
+        return False
+    if case.get("scores") == "window" and not MASKS[case.get("mask", "causal")][1]:
         return False
     return not (case.get("balance") and (split or case.get("algorithm") == "ulysses"))
 
@@ -142,14 +151,20 @@ class Mixer(nn.Module):
         self.handoffs = nn.ModuleDict({role: Handoff(role) for role in "qkv"})
         self.heads_first = case.layout == "BNSD"
         dims = {"seq_dim": 2, "head_dim": 1} if self.heads_first else {"seq_dim": 1, "head_dim": 2}
-        self.cp = CPAttention(SCALE, causal=MASKS[case.mask][1], **dims)
+        fields: dict[str, Any] = {"window": {"window": WINDOW}, "dropout": {"dropout": SHARE, "layer": LAYER}}
+        self.cp = CPAttention(SCALE, causal=MASKS[case.mask][1], **dims, **fields.get(case.scores, {}))
+        self.scores = case.scores
 
     def attention_shape(self) -> AttentionShape:
         return self.shape
 
     def forward(self, x: Tensor, sequence: SequenceContext) -> Tensor:
         v, k, q = (self.project(role, x, sequence) for role in "vkq")
-        out = self.cp(q, k, v, sequence)
+        mask = None
+        if self.scores in ("additive mask", "two masks"):
+            extra = sequence.padded_length - LENGTH
+            mask = F.pad(user_masks(self.scores)[1], (0, extra, 0, extra), value=GARBAGE)
+        out = self.cp(q, k, v, sequence, mask)
         return self.linear["o"]((out.transpose(1, 2) if self.heads_first else out).flatten(2))
 
     def project(self, role: str, x: Tensor, sequence: SequenceContext) -> Any:
@@ -176,6 +191,7 @@ def config_of(case: Case) -> ContextParallelConfig:
         ulysses_degree=2 if case.algorithm in ("hybrid", "hybrid_ring") else None,
         load_balance=case.balance,
         kv_head_policy="repeat" if case.kv == "one" else "error",
+        kernel=case.kernel,
     )
 
 
@@ -193,6 +209,17 @@ def tensors(kv: str, v_width: str, batch: int, dtype: str) -> dict[str, Tensor]:
     return {name: x.to(DTYPES[dtype]) for name, x in made.items()}
 
 
+def user_masks(scores: str) -> tuple[Tensor | None, Tensor]:
+    """``[1, N, S, S]`` bool for ``shard_batch`` and ``[1, 1, S, S]`` float for the module; some queries see nothing."""
+    generator = torch.Generator().manual_seed(17)
+    seen = torch.rand(1, HEADS, LENGTH, LENGTH, generator=generator) > 0.4
+    bias = torch.randn(1, 1, LENGTH, LENGTH, generator=generator, dtype=torch.float64)
+    bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < 0.2, torch.finfo(torch.float64).min)
+    seen[:, :, 20], seen[:, 3, 40] = False, False
+    bias[:, :, 31] = -torch.inf
+    return seen if scores in ("bool mask", "two masks") else None, bias
+
+
 Found = dict[str, Tensor]  # out, and the gradients of x, q, k, v, o as far as there are any
 
 
@@ -202,10 +229,12 @@ def run_case(case: Case, mesh: DeviceMesh) -> Found:
     model = Model(case).to(DTYPES[case.dtype])
     model.load_state_dict({f"mixer.linear.{role}.weight": given[role] for role in "qkvo"})
     bind_context_parallel(model, Topology.from_mesh(mesh), config_of(case))
-    batch = {"input_ids": torch.zeros(case.batch, LENGTH, dtype=torch.int64)}
+    batch: dict[str, Any] = {"input_ids": torch.zeros(case.batch, LENGTH, dtype=torch.int64)}
     if case.mask.startswith("packed"):
         batch["document_ids"] = torch.tensor(case.rows)
-    sequence = shard_batch(batch, mesh)["sequence"]
+    if case.scores in ("bool mask", "two masks"):
+        batch["mask"] = user_masks(case.scores)[0]
+    sequence = shard_batch(batch, mesh, dropout_seed=SEED if case.scores == "dropout" else None)["sequence"]
 
     def cut(whole: Tensor) -> Tensor:
         padded = F.pad(whole, (0, 0, 0, sequence.padded_length - LENGTH), value=GARBAGE)
@@ -238,7 +267,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 @lru_cache
-def expected(mask: str, kv: str, frozen: str, v_width: str, batch: int, dtype: str) -> Found:
+def expected(mask: str, scores: str, kv: str, frozen: str, v_width: str, batch: int, dtype: str) -> Found:
     """The same mixer in fp64 from plain matmuls and torch SDPA under a dense mask, over the whole sequence."""
     given = {name: x.double() for name, x in tensors(kv, v_width, batch, dtype).items()}
     fixed = FROZEN[frozen]
@@ -251,14 +280,27 @@ def expected(mask: str, kv: str, frozen: str, v_width: str, batch: int, dtype: s
         for role, heads in (("q", HEADS), ("k", KV_HEADS[kv]), ("v", KV_HEADS[kv]))
     )
     q, k, v = (x.transpose(1, 2) for x in (turned(q, positions), turned(k, positions), v))
-    out = dense_attention(q, k, v, layout, causal, SCALE).transpose(1, 2).flatten(2) @ given["o"].T
+    seen, bias = user_masks(scores)
+    if scores in ("additive mask", "two masks"):
+        bias = bias.masked_fill(bias == torch.finfo(bias.dtype).min, -torch.inf)
+        seen = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+    keep = kept(batch) if scores == "dropout" else None
+    window = WINDOW if scores == "window" else None
+    out = dense_attention(q, k, v, layout, causal, SCALE, window, seen, keep).transpose(1, 2).flatten(2) @ given["o"].T
     grads = torch.autograd.grad(out, leaves, given["dout"])
     return {"out": out.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
+def kept(batch: int) -> Tensor:
+    """``[B, N, S, S]``: what dropout multiplies the weights with, entry by entry."""
+    dropout = Dropout(SHARE, SEED, LAYER)
+    stream = dropout.stream(torch.arange(batch).view(-1, 1, 1, 1), torch.arange(HEADS).view(-1, 1, 1))
+    return dropout.keeps(stream, torch.arange(LENGTH)[:, None], torch.arange(LENGTH)).double() / (1 - SHARE)
+
+
 def faults(case: Case, ranks: list[Found]) -> list[str]:
     """Where the ranks together differ from one process."""
-    want = expected(case.mask, case.kv, case.frozen, case.v_width, case.batch, case.dtype)
+    want = expected(case.mask, case.scores, case.kv, case.frozen, case.v_width, case.batch, case.dtype)
     found = [f"has {sorted(part)}, not {sorted(want)}" for part in ranks if part.keys() != want.keys()]
     for name, reference in want.items() if not found else ():
         parts = [part[name] for part in ranks]
@@ -320,10 +362,10 @@ def accepted_pairs() -> set[Pair]:
     for values in itertools.product(*(FACTORS[name] for name in SEEN_BY_BINDING)):
         fields = dict(zip(SEEN_BY_BINDING, values, strict=True))
         case = Case(**fields)
-        key = (case.mask, case.kv, case.layout, case.v_width, case.dtype)
-        if key not in models:
-            models[key] = Model(case).to(DTYPES[case.dtype])
+        key = (case.mask, case.scores, case.kv, case.dtype)
         try:
+            if key not in models:
+                models[key] = Model(case).to(DTYPES[case.dtype])
             resolve(models[key], topologies[case.cp], config_of(case))
         except ValueError:
             continue
@@ -343,6 +385,7 @@ def test_cases_cover_what_binding_accepts() -> None:
     assert refused == {
         *((("algorithm", name), ("cp", 2)) for name in ("hybrid", "hybrid_ring")),
         *((("algorithm", name), ("balance", True)) for name in ("ulysses", "hybrid", "hybrid_ring")),
+        *((("mask", name), ("scores", "window")) for name in ("non-causal", "packed non-causal")),
     }
 
 
@@ -363,7 +406,7 @@ def test_generator_makes_few_cases() -> None:
     cases = pairwise_cases()
     assert len({tuple(case.items()) for case in cases}) == len(cases)
     assert all(list(case) == list(FACTORS) and legal(case) for case in cases)
-    least = len(FACTORS["algorithm"]) * len(FACTORS["mask"])  # every pair of the two longest lists
+    least = len(FACTORS["scores"]) * len(FACTORS["mask"])  # every pair of the two longest lists
     assert least <= len(cases) <= 1.5 * least
 
 

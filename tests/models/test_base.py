@@ -184,7 +184,7 @@ def test_refused_meshes_and_strategies() -> None:
         "replicated fsdp": "fsdp=True needs a mesh with a dp_shard or cp axis",
         "balance": r"model\.layers\.0\.self_attn: load_balance=True is for algorithms whose heads stay, not for 'ulysses'",
         "hybrid": r"model\.layers\.0\.self_attn: ulysses_degree=2 with algorithm 'hybrid' must lie between 1 and the",
-        "kernel": "kernel 'flash' is not available; available: sdpa",
+        "kernel": "kernel 'flash' cannot run this layer: flash-attn computes in float16",
         "heads": "num_key_value_heads=3 is not divisible by the ulysses degree 2: use algorithm 'all_gather'",
     }
     for said in run_distributed(mesh_worker, 2, checkpoint(), preload=PRELOAD):
