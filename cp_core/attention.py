@@ -188,14 +188,11 @@ class CPAttention(nn.Module):
                 )
             dropout = Dropout(self.dropout, sequence.dropout_seed, self.layer, sequence.first_row)
         if mask is not None:
-            mask = self._user_mask(mask, sequence)
+            try:
+                mask = check_mask(mask, len(sequence.rows), sequence.padded_length)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: {error}") from None
         return Scoring(self.scale, self.causal, self.window, combine_masks(sequence.mask, mask), dropout)
-
-    def _user_mask(self, mask: Tensor, sequence: SequenceContext) -> Tensor:
-        try:
-            return check_mask(mask, len(sequence.rows), sequence.padded_length)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
 
     def _handed_off(self, role: str, x: Tensor | Pending, sequence: SequenceContext) -> Pending:
         if not isinstance(x, Pending):

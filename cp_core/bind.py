@@ -165,6 +165,7 @@ def _resolve_mixer(
         shape=shape,
         itemsize=next((p.element_size() for p in mixer.parameters()), 4),
         causal=call.causal,
+        window=call.window,
         load_balance=chosen.load_balance and topology.cp.size > 1,
         fallback=fallback,
         strategy=strategy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -95,10 +95,9 @@ class ContextParallelConfig:
             raise ValueError(f"per_layer[{key!r}]={fields!r} must be a mapping such as {{'algorithm': 'ulysses'}}")
         unknown = sorted(set(fields) - set(_PER_LAYER_KEYS))
         if unknown:
-            near = difflib.get_close_matches(unknown[0], _PER_LAYER_KEYS, 1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}{hint}"
+                f"per_layer[{key!r}]: unknown field {unknown[0]!r}; legal: {', '.join(_PER_LAYER_KEYS)}"
+                + did_you_mean(unknown[0], _PER_LAYER_KEYS)
             )
         try:
             dataclasses.replace(self, per_layer={}, **fields)
@@ -154,3 +153,9 @@ class ContextParallelConfig:
                 by_path[name] = (pattern, value)
         chosen.update({name: value for name, (_, value) in by_path.items()})
         return dataclasses.replace(self, per_layer={}, **chosen)
+
+
+def did_you_mean(name: str, choices: Sequence[str]) -> str:
+    """The end of a message about a name with a slip in it; empty where no choice is near."""
+    near = difflib.get_close_matches(name.lower(), choices, 1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

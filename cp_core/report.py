@@ -28,6 +28,7 @@ class ResolvedCP:
         shape: heads and widths, read from the mixer's parameters.
         itemsize: bytes of an element of those parameters.
         causal: a query sees no later key.
+        window: how many keys a query sees; None: all.
         load_balance: head-tail balance of causal work.
         fallback: what was replaced and why; empty if nothing was.
         adapter: what binds the mixer: ``native`` for one that was written for the core.
@@ -46,6 +47,7 @@ class ResolvedCP:
     shape: AttentionShape
     itemsize: int
     causal: bool = True
+    window: int | None = None
     load_balance: bool = False
     fallback: str = ""
     adapter: str = "native"
@@ -68,7 +70,7 @@ class ResolvedCP:
         if not isinstance(strategy, CostedStrategy):
             return None
         return tuple(
-            strategy.cost(self.shape, Load(rows, tokens, rank, self.causal, self.itemsize))
+            strategy.cost(self.shape, Load(rows, tokens, rank, self.causal, self.itemsize, self.window))
             for rank in range(self.cp_size)
         )
 

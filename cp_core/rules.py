@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from .collectives import LACKING
-from .config import ContextParallelConfig
+from .config import ContextParallelConfig, did_you_mean
 from .cost import AttentionShape
 from .kernels import KERNELS, KernelRequest
 from .strategies import STRATEGIES, AttentionStrategy, LaunchingStrategy
@@ -74,32 +73,34 @@ class Proposal:
         return kv_repeat_factor(self.shape.q_heads, self.shape.kv_heads, self.degree) if few else None
 
     @property
+    def inner_degrees(self) -> list[int]:
+        """What an algorithm that splits the cp axis could be given."""
+        return [d for d in range(2, self.cp_size) if self.cp_size % d == 0]
+
+    @property
     def legal_degrees(self) -> str:
         """For an algorithm that splits the cp axis."""
-        inner = [str(d) for d in range(2, self.cp_size) if self.cp_size % d == 0]
-        return f"legal: {', '.join(inner)}" if inner else f"cp size {self.cp_size} has no such divisor"
+        degrees = ", ".join(map(str, self.inner_degrees))
+        return f"legal: {degrees}" if degrees else f"cp size {self.cp_size} has no such divisor"
 
     @property
     def remedy(self) -> str:
         """What to do about heads that do not divide."""
-        fits = [
-            d for d in range(2, self.degree)
-            if self.cp_size % d == 0 and self.shape.q_heads % d == 0 and self.shape.kv_heads % d == 0
-        ]  # fmt: skip
+        heads = (self.shape.q_heads, self.shape.kv_heads)
+        fits = [d for d in self.inner_degrees if d < self.degree and not any(n % d for n in heads)]
         with_degree = "" if self.algorithm in SPLIT else "algorithm 'hybrid' with "
         return "algorithm 'all_gather' or 'ring'" + (f", or {with_degree}ulysses_degree={fits[-1]}" if fits else "")
 
     @property
     def instead_of_degree(self) -> str:
         """What else there is where ulysses was given a degree of its own."""
-        legal = [d for d in range(2, self.cp_size) if self.cp_size % d == 0]
-        return f", or use algorithm 'hybrid' with one of {', '.join(map(str, legal))}" if legal else ""
+        degrees = ", ".join(map(str, self.inner_degrees))
+        return f", or use algorithm 'hybrid' with one of {degrees}" if degrees else ""
 
     @property
     def suggestion(self) -> str:
         """For a name with a slip in it."""
-        near = get_close_matches(self.algorithm.lower(), self.algorithms.split(" | "), 1)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        return did_you_mean(self.algorithm, self.algorithms.split(" | "))
 
     @property
     def repeat_remedy(self) -> str:

@@ -47,7 +47,6 @@ class SequenceContext:
         mask: a user's mask of the whole padded sequence, ``[B or 1, N or 1, S, S]``, bool or float (``scoring.py``).
         dropout_seed: of this batch, for attention dropout.
         first_row: number of the first row, for attention dropout; above 0 in a later micro-batch of ``split``.
-        fingerprint: a hash of the global batch, equal on all ranks that were given the same.
     """
 
     position_ids: Tensor
@@ -61,7 +60,6 @@ class SequenceContext:
     mask: Tensor | None = None
     dropout_seed: int | None = None
     first_row: int = 0
-    fingerprint: int = 0
 
     @property
     def cp_size(self) -> int:

@@ -114,7 +114,6 @@ def shard_batch(
         cp_mesh=mesh,
         mask=mask,
         dropout_seed=dropout_seed,
-        fingerprint=hash(tuple(_fingerprint(batch.get(key)) for key in _KEYS if key != "mask")),
     )
     return result
 

@@ -223,12 +223,8 @@ def _sequence_length(recipe: Recipe, config: Any) -> Iterator[Problem]:
     )
 
 
-_CP_FIELDS = (
-    "ulysses_degree",
-    "kernel",
-    "load_balance",
-    "schedule",
-)  # what a refusal names before its remedy; else the algorithm
+# What a refusal names before its remedy; else it is about the algorithm.
+_CP_FIELDS = ("ulysses_degree", "kernel", "load_balance", "schedule")
 
 
 def _cp_of_layers(recipe: Recipe, model: Any) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Attention kernels: how one block is computed. A kernel knows no ranks; strategies know no kernel."""
 
-from .base import KERNELS, Block, BlockMerger, Kernel, KernelRequest, attend_block, register_kernel
+from .base import KERNELS, Block, Kernel, KernelRequest, attend_block, merge, register_kernel
 from .flash import FlashKernel
 from .npu_flash import NpuFlashKernel
 from .sdpa import SdpaKernel
@@ -20,10 +20,10 @@ register_kernel("npu_flash", NpuFlashKernel)
 __all__ = [
     "KERNELS",
     "Block",
-    "BlockMerger",
     "Kernel",
     "KernelRequest",
     "SdpaKernel",
     "attend_block",
+    "merge",
     "register_kernel",
 ]

@@ -117,7 +117,7 @@ def register_kernel(name: str, factory: Callable[[], Kernel]) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in KERNELS or name == "auto":
+    if name in KERNELS:
         raise ValueError(f"kernel {name!r} is registered already")
     KERNELS[name] = factory
 
@@ -130,26 +130,6 @@ def attend_block(block: Block, kernel: Kernel) -> Tensor:
 def attend_by_parts(block: Block, kernel: Kernel) -> Tensor:
     """The same by the kernel's ``forward`` and ``backward``."""
     return _AttendBlock.apply(block.q, block.k, block.v, block, kernel)
-
-
-class BlockMerger:
-    """Forward of blocks that share queries, merged as they come, in fp32 or wider."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self._merged: tuple[Tensor, Tensor] | None = None
-
-    def add(self, block: Block) -> None:
-        """Let the queries see more keys."""
-        out, lse = self.kernel.forward(block)
-        new = (out.to(lse.dtype), lse)
-        self._merged = new if self._merged is None else merge(*self._merged, *new)
-
-    @property
-    def merged(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over all blocks so far, at least one."""
-        assert self._merged is not None
-        return self._merged
 
 
 class _AttendBlock(torch.autograd.Function):

@@ -15,48 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Block, KernelRequest
-from .varlen import Alignment, Ends, Pair, varlen_backward, varlen_forward
-
-_MULTIPLE = 8
-_MAX_HEAD_DIM = 256
+from .varlen import Alignment, Ends, Pair, VarlenKernel
 
 
-class FlashKernel:
+class FlashKernel(VarlenKernel):
     """FlashAttention-2; documents, causality and window natively."""
 
     name = "flash"
-    takes_masks = False
+    operator = "flash-attn"
+    package = "flash_attn"
+    device = "cuda"
+    dtypes = (torch.float16, torch.bfloat16)
+    multiple = 8
+    widest = 256
+    instead = "flex"
 
-    def obstacle(self, request: KernelRequest) -> str:
-        """See ``Kernel.obstacle``."""
-        if request.dropout:
-            return "flash-attn draws dropout by place in its blocks, so it would change with the cp size: use 'flex'"
-        if request.dtype not in (torch.float16, torch.bfloat16):
-            return f"flash-attn computes in float16 and bfloat16, not in {request.dtype}; use 'flex' or 'sdpa'"
-        width = max(request.qk_dim, request.v_dim)
-        if width > _MAX_HEAD_DIM:
-            return f"flash-attn takes heads up to {_MAX_HEAD_DIM} wide, these are {width}; use 'flex'"
-        if request.device in ("", "meta"):
-            return ""
-        if request.device != "cuda":
-            return f"flash-attn runs on CUDA devices, not on {request.device!r}; use 'sdpa', or 'npu_flash' on an NPU"
-        try:
-            _interface()
-        except Exception as error:  # a broken installation raises all sorts of things, not ImportError alone
-            return f"flash_attn cannot be imported ({error}); install flash-attn 2.7 or later, or use 'flex'"
-        return ""
-
-    def forward(self, block: Block) -> Pair:
-        """See ``Kernel.forward``."""
-        return varlen_forward(self, block, _MULTIPLE)
-
-    def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``Kernel.backward``."""
-        return varlen_backward(self, dout, block, out, lse, _MULTIPLE)
+    def load(self) -> object:
+        """See ``VarlenKernel.load``."""
+        return _interface()
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends, alignment: Alignment, scale: float) -> Pair:
-        """See ``VarlenOperator.run_forward``."""
+        """See ``VarlenKernel.run_forward``."""
         out, lse, *_ = _interface()._flash_attn_varlen_forward(
             q, k, v, return_softmax=False, **_arguments(q, ends, alignment, scale)
         )
@@ -66,20 +45,11 @@ class FlashKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends,
         alignment: Alignment, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """See ``VarlenOperator.run_backward``."""
+        """See ``VarlenKernel.run_backward``."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        exact = torch.are_deterministic_algorithms_enabled()
         _interface()._flash_attn_varlen_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_arguments(q, ends, alignment, scale),
+            dout, q, k, v, out, lse, dq, dk, dv, deterministic=exact, **_arguments(q, ends, alignment, scale)
         )
         return dq, dk, dv
 

@@ -39,7 +39,7 @@ class FlexKernel:
 
     def obstacle(self, request: KernelRequest) -> str:
         """See ``Kernel.obstacle``."""
-        if request.device in ("", "cpu", "cuda", "xpu", "meta"):
+        if request.device in ("", "cpu", "cuda", "xpu"):
             return ""
         return f"torch has no FlexAttention for {request.device!r} devices; use 'npu_flash' on an NPU, else 'sdpa'"
 

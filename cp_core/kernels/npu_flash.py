@@ -3,10 +3,9 @@
 The only file of the kernels that imports ``torch_npu``. Signature and constraints as in the documentation of
 ``torch_npu.npu_fusion_attention`` (Ascend Extension for PyTorch, hiascend.com) and its gradient operator: layout TND
 with the ends of all sequences as host numbers; fp16, bf16 or fp32; head dim here padded to a multiple of 16, v to that
-of q;
-``sparse_mode`` 0 without a mask, 3 for causality and 4 for a band, both aligned to the last query and key of each
-sequence, with one compressed 2048 x 2048 upper-triangular mask; softmax statistics fp32, eight equal entries a query.
-A merged log-sum-exp enters backward as the maximum, with a sum of 1.
+of q; ``sparse_mode`` 0 without a mask, 3 for causality and 4 for a band, both aligned to the last query and key of
+each sequence, with one compressed 2048 x 2048 upper-triangular mask; softmax statistics fp32, eight equal entries a
+query. A merged log-sum-exp enters backward as the maximum, with a sum of 1.
 """
 
 from __future__ import annotations
@@ -18,51 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Block, KernelRequest
-from .varlen import Alignment, Ends, Pair, varlen_backward, varlen_forward
+from .varlen import Alignment, Ends, Pair, VarlenKernel
 
-_MULTIPLE = 16
-_MAX_HEAD_DIM = 512
 _COMPRESSED = 2048  # side of the mask that sparse modes 3 and 4 want, whatever the lengths
 _ALL = 2**31 - 1  # tokens before or after the diagonal: no limit
 _STATISTICS = 8  # equal entries of the softmax statistics
 
 
-class NpuFlashKernel:
+class NpuFlashKernel(VarlenKernel):
     """npu_fusion_attention; documents, causality and window natively."""
 
     name = "npu_flash"
-    takes_masks = False
+    operator = "npu_fusion_attention"
+    package = "torch_npu"
+    device = "npu"
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    multiple = 16
+    widest = 512
+    instead = "sdpa"
 
-    def obstacle(self, request: KernelRequest) -> str:
-        """See ``Kernel.obstacle``."""
-        if request.dropout:
-            return "npu_fusion_attention draws its dropout by place, so it would change with the cp size; use 'sdpa'"
-        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return f"npu_fusion_attention computes in float16, bfloat16 and float32, not in {request.dtype}; use 'sdpa'"
-        width = max(request.qk_dim, request.v_dim)
-        if width > _MAX_HEAD_DIM:
-            return f"npu_fusion_attention takes heads up to {_MAX_HEAD_DIM} wide, these are {width}; use 'sdpa'"
-        if request.device in ("", "meta"):
-            return ""
-        if request.device != "npu":
-            return f"npu_fusion_attention runs on Ascend NPUs, not on {request.device!r}; use 'sdpa', 'flex' or 'flash'"
-        try:
-            _torch_npu()
-        except Exception as error:  # without CANN it raises all sorts of things, not ImportError alone
-            return f"torch_npu cannot be imported ({error}); install torch-npu and CANN, or use 'sdpa'"
-        return ""
-
-    def forward(self, block: Block) -> Pair:
-        """See ``Kernel.forward``."""
-        return varlen_forward(self, block, _MULTIPLE)
-
-    def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``Kernel.backward``."""
-        return varlen_backward(self, dout, block, out, lse, _MULTIPLE)
+    def load(self) -> object:
+        """See ``VarlenKernel.load``."""
+        return _torch_npu()
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends, alignment: Alignment, scale: float) -> Pair:
-        """See ``VarlenOperator.run_forward``."""
+        """See ``VarlenKernel.run_forward``."""
         out, maximum, total, *_ = _torch_npu().npu_fusion_attention(
             q.contiguous(), k.contiguous(), v.contiguous(), scale=scale, **_arguments(q, ends, alignment)
         )
@@ -72,7 +51,7 @@ class NpuFlashKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends,
         alignment: Alignment, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """See ``VarlenOperator.run_backward``."""
+        """See ``VarlenKernel.run_backward``."""
         maximum = lse.T.unsqueeze(-1).expand(-1, -1, _STATISTICS).contiguous()  # [tokens, N, 8]
         dq, dk, dv, *_ = _torch_npu().npu_fusion_attention_grad(
             q.contiguous(), k.contiguous(), v.contiguous(), dout.contiguous(), softmax_max=maximum,

@@ -11,18 +11,19 @@ copied where they are the whole tensor already. Which sequences there are is kno
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..blocks import CausalMetadata, Piece, attention_pieces
-from .base import Block, wide_dtype
+from .base import Block, KernelRequest, wide_dtype
 
 
 class Alignment(NamedTuple):
@@ -43,21 +44,6 @@ class Run:
 
     alignment: Alignment
     sequences: tuple[Piece, ...]
-
-
-class VarlenOperator(Protocol):
-    """What a device offers, of tokens ``[tokens, heads, D]`` and one alignment."""
-
-    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends, alignment: Alignment, scale: float) -> Pair:
-        """Output ``[tokens, N, D]`` and log-sum-exp ``[N, tokens]`` fp32."""
-        ...
-
-    def run_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends,
-        alignment: Alignment, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``dq, dk, dv``, from an output and log-sum-exp that may be those of more keys."""
-        ...
 
 
 class Ends(NamedTuple):
@@ -85,36 +71,81 @@ def runs_of(meta: CausalMetadata) -> tuple[Run, ...]:
     return tuple(Run(alignment, tuple(sorted(parts))) for alignment, parts in grouped.items())
 
 
-def varlen_forward(operator: VarlenOperator, block: Block, multiple: int) -> Pair:
-    """``Kernel.forward`` by an operator whose head dim must be a multiple of some number."""
-    q, v = block.q, block.v
-    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide_dtype(q), device=q.device)
-    for run in runs_of(block.meta):
-        packed = _Packed(run, block, multiple)
-        part, part_lse = operator.run_forward(*packed.qkv(), packed.ends, run.alignment, block.scoring.scale)
-        packed.unpack_queries(part[..., : v.shape[-1]], out)
-        packed.unpack_queries(part_lse.T.unsqueeze(-1), lse.unsqueeze(-1))
-    return out, lse
+class VarlenKernel(ABC):
+    """A kernel over such an operator. A device's file says what it takes, imports it and calls it."""
 
+    name: str
+    takes_masks: bool = False
+    operator: str  # for messages
+    package: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    multiple: int  # head dims are padded to one of it, and v to q's
+    widest: int
+    instead: str  # the kernel that does what the operator does not
 
-def varlen_backward(
-    operator: VarlenOperator, dout: Tensor, block: Block, out: Tensor, lse: Tensor, multiple: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``Kernel.backward`` by the same operator; sums in fp32 or wider."""
-    q, k, v = block.q, block.k, block.v
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide_dtype(q), device=q.device) for x in (q, k, v))
-    for run in runs_of(block.meta):
-        packed = _Packed(run, block, multiple)
-        grads = operator.run_backward(
-            packed.queries(dout.to(q.dtype)), *packed.qkv(), packed.queries(out.to(q.dtype)),
-            packed.queries(lse.unsqueeze(-1), pad=False).squeeze(-1).T.contiguous(), packed.ends, run.alignment,
-            block.scoring.scale,
-        )  # fmt: skip
-        packed.unpack_queries(grads[0][..., : q.shape[-1]], dq)
-        for total, grad in ((dk, grads[1]), (dv, grads[2])):
-            packed.add_keys(grad[..., : total.shape[-1]], total)
-    return dq, dk, dv
+    @abstractmethod
+    def load(self) -> object:
+        """Import the package."""
+
+    @abstractmethod
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Ends, alignment: Alignment, scale: float) -> Pair:
+        """Of tokens ``[tokens, heads, D]``: output ``[tokens, N, D]`` and log-sum-exp ``[N, tokens]`` fp32."""
+
+    @abstractmethod
+    def run_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Ends,
+        alignment: Alignment, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """``dq, dk, dv``, from an output and log-sum-exp that may be those of more keys."""
+
+    def obstacle(self, request: KernelRequest) -> str:
+        """See ``Kernel.obstacle``."""
+        if request.dropout:
+            return f"{self.operator} drops by place in its blocks, so the cp size would matter: use {self.instead!r}"
+        if request.dtype not in self.dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"{self.operator} computes in {known}, not in {request.dtype}: use {self.instead!r}"
+        width = max(request.qk_dim, request.v_dim)
+        if width > self.widest:
+            return f"{self.operator} takes heads up to {self.widest} wide, these are {width}: use {self.instead!r}"
+        if not request.device:
+            return ""
+        if request.device != self.device:
+            return f"{self.operator} runs on {self.device!r} devices, not on {request.device!r}: use 'sdpa' or 'flex'"
+        try:
+            self.load()
+        except Exception as error:  # a broken installation raises all sorts of things, not ImportError alone
+            return f"{self.package} cannot be imported ({error}): install it, or use {self.instead!r}"
+        return ""
+
+    def forward(self, block: Block) -> Pair:
+        """See ``Kernel.forward``."""
+        q, v = block.q, block.v
+        out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide_dtype(q), device=q.device)
+        for run in runs_of(block.meta):
+            packed = _Packed(run, block, self.multiple)
+            part, part_lse = self.run_forward(*packed.qkv(), packed.ends, run.alignment, block.scoring.scale)
+            packed.unpack_queries(part[..., : v.shape[-1]], out)
+            packed.unpack_queries(part_lse.T.unsqueeze(-1), lse.unsqueeze(-1))
+        return out, lse
+
+    def backward(self, dout: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Kernel.backward``; sums in fp32 or wider."""
+        q, k, v = block.q, block.k, block.v
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide_dtype(q), device=q.device) for x in (q, k, v))
+        for run in runs_of(block.meta):
+            packed = _Packed(run, block, self.multiple)
+            grads = self.run_backward(
+                packed.queries(dout.to(q.dtype)), *packed.qkv(), packed.queries(out.to(q.dtype)),
+                packed.queries(lse.unsqueeze(-1), pad=False).squeeze(-1).T.contiguous(), packed.ends, run.alignment,
+                block.scoring.scale,
+            )  # fmt: skip
+            packed.unpack_queries(grads[0][..., : q.shape[-1]], dq)
+            for total, grad in ((dk, grads[1]), (dv, grads[2])):
+                packed.add_keys(grad[..., : total.shape[-1]], total)
+        return dq, dk, dv
 
 
 def _sequences(piece: Piece, causal: bool, window: int | None) -> Iterator[tuple[Alignment, Piece]]:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from ..blocks import CausalMetadata, Spans
 from ..collectives import Group, Transfer, start_send_recv
 from ..cost import Cost
-from ..kernels import Block, BlockMerger, Kernel
+from ..kernels import Block, Kernel, merge
 from ..pending import Launched, Link
 from ..scoring import Scoring
 from ..sequence import Row
@@ -189,12 +189,14 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, carrier_k: Tensor, carrier_v: Tensor, k: Tensor, v: Tensor, link_k: Link, link_v: Link,
         hop: FirstHop, kernel: Kernel, part: _Part,
     ) -> Tensor:  # fmt: skip
-        merger = BlockMerger(kernel)
+        merged: tuple[Tensor, Tensor] | None = None  # output and log-sum-exp, in fp32 or wider
         for block in _travel(k, v, _UnderWay(link_k.take_forward(), link_v.take_forward()), hop):
             if block is not None:
-                merger.add(part.block(q, block))
-        out, lse = merger.merged
-        out = out.to(q.dtype)
+                part_out, part_lse = kernel.forward(part.block(q, block))
+                arrived = (part_out.to(part_lse.dtype), part_lse)
+                merged = arrived if merged is None else merge(*merged, *arrived)
+        assert merged is not None  # the rank's own block comes first
+        out, lse = merged[0].to(q.dtype), merged[1]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = (link_k, link_v, hop, kernel, part)
         return out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from cp_core.kernels.flash import FlashKernel
 from cp_core.kernels.flex import FlexKernel, block_mask
 from cp_core.kernels.npu_flash import NpuFlashKernel
 from cp_core.kernels.varlen import _Packed, runs_of
-from cp_core.scoring import Dropout, Scoring, check_mask, combine_masks
+from cp_core.scoring import Dropout, Scoring
 from tests.cp_core._helpers import Layout, dense_attention, relative, row, visible
 from tests.cp_core._stubs import FlashStub, NpuStub, installed
 from tests.cp_core.test_blocks import rows_of
@@ -233,88 +232,6 @@ def test_merge_of_empty_parts() -> None:
     torch.testing.assert_close(merged_lse, big + 0.6931471805599453)
 
 
-# ---------------------------------------------------------------- masks
-
-
-def test_masks_are_combined_never_replaced() -> None:
-    seen, other = torch.rand(2, 1, 4, 4) > 0.5, torch.rand(1, 3, 4, 4) > 0.5
-    both = combine_masks(seen, other)
-    assert both is not None
-    assert torch.equal(both, seen & other)
-    bias = torch.randn(1, 3, 4, 4)
-    for mixed in (combine_masks(seen, bias), combine_masks(bias, seen)):
-        assert mixed is not None
-        assert torch.equal(mixed, bias.expand(2, 3, 4, 4).masked_fill(~seen, -torch.inf))
-    summed = combine_masks(bias, 2 * bias)
-    assert summed is not None
-    torch.testing.assert_close(summed, 3 * bias)
-    assert combine_masks(None, bias) is bias
-    assert combine_masks(bias, None) is bias
-    assert combine_masks(None, None) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_lowest_finite_value_means_not_seen(dtype: torch.dtype) -> None:
-    """Otherwise a query with nothing but such keys would see the average of all of them."""
-    mask = torch.zeros(1, 1, 3, 3, dtype=dtype)
-    mask[..., 1, :] = torch.finfo(dtype).min
-    mask[..., 0, 0] = -3.0
-    checked = check_mask(mask, 2, 3)
-    assert bool((checked[0, 0, 1] == -torch.inf).all())
-    assert float(checked[0, 0, 0, 0]) == -3.0
-
-
-# ---------------------------------------------------------------- dropout
-
-
-def test_dropout_drops_its_share_everywhere() -> None:
-    for p in (0.1, 0.5, 0.9):
-        keep = kept_weights(Dropout(p, seed=7)) * (1 - p)
-        for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):  # by row, head, query, key
-            share, count = keep.mean(dims), keep.numel() // keep.shape[({0, 1, 2, 3} - set(dims)).pop()]
-            sigma = (p * (1 - p) / count) ** 0.5
-            assert float((share - (1 - p)).abs().max()) < 5 * sigma
-
-
-def test_dropout_depends_on_every_counter() -> None:
-    """Between neighbours of each kind, and between seeds and layers, the agreement is that of independent draws."""
-    base = Dropout(0.5, seed=7)
-    keep = kept_weights(base) > 0
-    others = {
-        "seed": Dropout(0.5, seed=8),
-        "seed, high half": Dropout(0.5, seed=7 + (1 << 40)),
-        "layer": Dropout(0.5, seed=7, layer=1),
-        "row": Dropout(0.5, seed=7, first_row=1),
-    }
-    agreements = {name: (keep == (kept_weights(other) > 0)) for name, other in others.items()}
-    agreements |= {f"axis {axis}": keep == keep.roll(1, axis) for axis in range(1, 4)}
-    agreements["half a sequence"] = keep[:, :, : LENGTH // 2] == keep[:, :, LENGTH // 2 :]
-    agreements["queries and keys"] = keep == keep.transpose(2, 3)
-    agreements["heads and rows"] = keep[0, 1] == keep[1, 0]
-    for name, same in agreements.items():
-        share = float(same.double().mean())
-        if name == "queries and keys":  # its diagonal agrees with itself, each pair counts twice
-            assert abs(share - 0.5) < 0.05, name
-        else:
-            assert abs(share - 0.5) < 5 * 0.5 / same.numel() ** 0.5, name
-    assert torch.equal(kept_weights(Dropout(0.5, seed=7)), kept_weights(base))
-    shifted = kept_weights(Dropout(0.5, seed=7, first_row=1))[0]  # row 1 under its own number
-    assert torch.equal(shifted, kept_weights(base)[1])
-
-
-def test_dropout_does_not_repeat_far_away() -> None:
-    """Positions of a million tokens; and every 32-bit counter is met as itself."""
-    drop = Dropout(0.5, seed=11)
-    stream = drop.stream(torch.tensor(0), torch.tensor(0))
-    rng = random.Random(0)
-    k = torch.arange(4096)
-    first = drop.keeps(stream, torch.tensor(5), k)
-    for _ in range(20):
-        far = rng.randrange(1 << 20)
-        share = float((first == drop.keeps(stream, torch.tensor(far), k + rng.randrange(1 << 20))).double().mean())
-        assert abs(share - 0.5) < 5 * 0.5 / 4096**0.5
-
-
 # ---------------------------------------------------------------- flex
 
 
@@ -426,17 +343,25 @@ REQUEST = KernelRequest("cpu", torch.float32, 64, 64)
         ("sdpa", {"device": "npu", "dropout": 0.5}, ""),
         ("flex", {"dropout": 0.1}, ""),
         ("flex", {"device": "npu"}, "torch has no FlexAttention for 'npu' devices; use 'npu_flash' on an NPU"),
-        ("flash", {}, "float16 and bfloat16, not in torch.float32; use 'flex' or 'sdpa'"),
-        ("flash", {"dtype": torch.bfloat16}, "runs on CUDA devices, not on 'cpu'; use 'sdpa'"),
+        ("flash", {}, "float16, bfloat16, not in torch.float32: use 'flex'"),
+        ("flash", {"dtype": torch.bfloat16}, "runs on 'cuda' devices, not on 'cpu': use 'sdpa' or 'flex'"),
         ("flash", {"dtype": torch.bfloat16, "device": ""}, ""),
         ("flash", {"dtype": torch.bfloat16, "device": "cuda"}, "flash_attn cannot be imported (No module named"),
         ("flash", {"dtype": torch.bfloat16, "device": "cuda", "v_dim": 288}, "up to 256 wide, these are 288"),
-        ("flash", {"dtype": torch.bfloat16, "device": "cuda", "dropout": 0.1}, "change with the cp size: use 'flex'"),
-        ("npu_flash", {}, "runs on Ascend NPUs, not on 'cpu'"),
+        (
+            "flash",
+            {"dtype": torch.bfloat16, "device": "cuda", "dropout": 0.1},
+            "so the cp size would matter: use 'flex'",
+        ),
+        ("npu_flash", {}, "runs on 'npu' devices, not on 'cpu'"),
         ("npu_flash", {"device": "npu"}, "torch_npu cannot be imported (No module named"),
-        ("npu_flash", {"device": "npu", "dtype": torch.float64}, "bfloat16 and float32, not in torch.float64"),
+        (
+            "npu_flash",
+            {"device": "npu", "dtype": torch.float64},
+            "float16, bfloat16, float32, not in torch.float64: use 'sdpa'",
+        ),
         ("npu_flash", {"device": "npu", "qk_dim": 576}, "up to 512 wide, these are 576"),
-        ("npu_flash", {"device": "npu", "dropout": 0.1}, "change with the cp size; use 'sdpa'"),
+        ("npu_flash", {"device": "npu", "dropout": 0.1}, "so the cp size would matter: use 'sdpa'"),
     ],
 )
 def test_what_a_kernel_cannot_do(name: str, change: dict[str, Any], message: str) -> None:

@@ -65,7 +65,7 @@ CASES: list[tuple[str, int, tuple[int, int], dict[str, Any], list[str]]] = [
     ("kernel", 4, (8, 4), {"kernel": "flax"}, ["kernel 'flax' is not available; available: sdpa | flex | flash"]),
     ("kernel", 1, (8, 4), {"kernel": "flax"}, ["kernel 'flax' is not available; available: sdpa | flex | flash"]),
     ("kernel cannot", 1, (8, 4), {"kernel": "flash"}, ["kernel 'flash' cannot run this layer: flash-attn computes in"]),
-    ("kernel cannot", 2, (8, 4), {"kernel": "npu_flash"}, ["runs on Ascend NPUs, not on 'cpu'; use 'sdpa'"]),
+    ("kernel cannot", 2, (8, 4), {"kernel": "npu_flash"}, ["runs on 'npu' devices, not on 'cpu': use 'sdpa' or 'flex'"]),
     (
         "degree without a head exchange", 4, (8, 4), {"ulysses_degree": 4},
         ["ulysses_degree=4 has no meaning with 'all_gather'; leave it out"],
