@@ -47,9 +47,11 @@ from tests.cp_core.test_attention import settings
 
 D, V = 8, 8
 LENGTH = 61
+WINDOW = 11  # of the layout with that name
 LAYOUTS: dict[str, Layout] = {
     "one document": [row(61), row(61)],
     "packed": [row(23, 38), row(1, 44, 5, 11)],
+    "window": [row(61), row(61)],
     "packed and padded": [row(-6, 30, 25), row(40, -3, 9, -9)],
 }
 
@@ -68,11 +70,11 @@ class CountingKernel(SdpaKernel):
 
 
 class Model(nn.Module):
-    def __init__(self, kv_heads: int, causal: bool, v_dim: int) -> None:
+    def __init__(self, kv_heads: int, causal: bool, v_dim: int, window: int | None = None) -> None:
         super().__init__()
         self.mixer = nn.Module()
         self.mixer.handoffs = nn.ModuleDict({role: Handoff(role) for role in "qkv"})
-        self.mixer.cp = CPAttention(0.3, causal)
+        self.mixer.cp = CPAttention(0.3, causal, window=window)
         self.mixer.weight = nn.Parameter(torch.zeros(()))
         shape = AttentionShape(8, kv_heads, D, v_dim)
         self.mixer.attention_shape = lambda: shape  # type: ignore[assignment]
@@ -109,7 +111,7 @@ def cases(size: int) -> list[Case]:
 def counted(case: Case, mesh: Any) -> tuple[list[int], tuple[Any, ...], Any, int]:
     """Bytes and messages of forward and backward; the costs stated for every rank; the record; work."""
     fields, layout, kv_heads, causal, dtype, v_dim = case
-    model = Model(kv_heads, causal, v_dim)
+    model = Model(kv_heads, causal, v_dim, WINDOW if layout == "window" else None)
     model.mixer.to(dtype)
     config = ContextParallelConfig(kernel="counting", **fields)
     record = bind_context_parallel(model, Topology.from_mesh(mesh), config)[0]
