@@ -164,12 +164,12 @@ def formulas(case: Case, rank: int, size: int) -> tuple[int, int]:
     return 2 * itemsize * forward, 2 * itemsize * backward  # two rows
 
 
-def visible_work(layout: Layout, rank: int, size: int) -> int:
+def visible_work(layout: Layout, window: int | None, rank: int, size: int) -> int:
     """Pairs that the rank's own queries can see, times heads."""
     length = len(layout[0])
     padded = -(-length // (2 * size)) * 2 * size
     here = slice(rank * padded // size, (rank + 1) * padded // size)
-    return 8 * int(visible(layout, True)[:, here].sum())
+    return 8 * int(visible(layout, True, window)[:, here].sum())
 
 
 def cost_worker(rank: int, size: int) -> list[tuple[list[int], tuple[Any, ...], ResolvedCP, int]]:
@@ -182,6 +182,7 @@ def check(size: int) -> None:
     per_rank = run_distributed(cost_worker, size, timeout=240)
     for index, case in enumerate(cases(size)):
         fields, layout, _, causal, _, _ = case
+        window = WINDOW if layout == "window" else None
         total = []
         for rank, results in enumerate(per_rank):
             numbers, costs, record, work = results[index]
@@ -194,10 +195,10 @@ def check(size: int) -> None:
             if layout == "one document":
                 assert tuple(numbers[:2]) == formulas(case, rank, size), (case, rank)
             if causal and fields["algorithm"] == "all_gather" and not fields.get("load_balance"):
-                assert work == visible_work(LAYOUTS[layout], rank, size), (case, rank)
+                assert work == visible_work(LAYOUTS[layout], window, rank, size), (case, rank)
             assert record.itemsize == torch.empty((), dtype=case[4]).element_size()
         if causal:  # nobody computes what nobody sees, and nothing twice
-            assert sum(total) == 8 * int(visible(LAYOUTS[layout], True).sum()), case
+            assert sum(total) == 8 * int(visible(LAYOUTS[layout], True, window).sum()), case
 
 
 @pytest.mark.dist2

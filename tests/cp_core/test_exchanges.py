@@ -230,14 +230,14 @@ def test_blocks_travel_to_those_who_need_them_and_to_nobody_else() -> None:
             *(random_layout(rng, 2, length) for _ in "ab"),
         ]
         for layout in layouts:
-            for causal in (True, False):
-                mask = visible(layout, causal)
+            for causal, window in ((True, None), (False, None), (True, 1), (True, 4), (True, 8)):
+                mask = visible(layout, causal, window)
                 for balanced in (True, False):
                     spans = tuple(
                         balanced_spans(r, size, local) if balanced else ((r * local, (r + 1) * local),)
                         for r in range(size)
                     )
-                    check_plan(SequenceLayout(spans, local, rows_of(layout), causal), mask, size, local)
+                    check_plan(SequenceLayout(spans, local, rows_of(layout), causal, window), mask, size, local)
 
 
 def check_plan(layout: SequenceLayout, mask: Tensor, size: int, local: int) -> None:
